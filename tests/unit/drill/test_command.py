@@ -11,6 +11,12 @@ from swift_ft.lab.drill import command
 from swift_ft.lab.drill.command import parse
 from swift_ft.lab.drill.options import DEFAULT_KILL
 
+SHRINK = "--stages 1 --replicas 4 --steps 12 --checkpoint-every 5 --microbatches 4 --strategy shrink"
+KILL = "--kill rank=2,step=5,microbatch=3"
+THREE = "--stages 1 --replicas 3 --steps 4 --checkpoint-every 2 --microbatches 1 --model tiny"
+LOSSY = f"{THREE} --strategy lossy-forward --allow-inexact"
+CUT = "--kill rank=2,step=1,phase=reduce"
+
 
 def test_the_default_drill() -> None:
     config = parse([])
@@ -34,7 +40,7 @@ def test_a_smaller_drill_has_a_default_kill_as_well(arguments: str, kill: str) -
     assert [str(fault) for fault in parse(arguments.split()).faults] == [kill]
 
 
-def test_rerun_is_the_same_drill() -> None:
+def test_rerun_is_a_command_of_this_program() -> None:
     arguments = "--stages 2 --steps 20 --schedule ZBV --seed 7 --strategy Replay --spares 2 --model tiny"
     config = parse([*arguments.split(), "--kill", "rank=1,step=3", "--kill", "service=logserver,step=2"])
     words = shlex.split(config.rerun())
@@ -83,6 +89,64 @@ def test_usage_errors_are_one_line(arguments: str) -> None:
         ("--optimizer-implementation jit", "for-loop, foreach, fused"),
         ("--replicas 2 --updates sometimes", "after_backward, wait_free"),
         ("--stages 1", "at least 2, or 1 with --replicas"),
+        (f"{THREE} --strategy lossy-forward {CUT}", "add --allow-inexact"),
+        (
+            f"{LOSSY} --lost-shard redistribute {CUT}",
+            "nobody computes the batches of a lost rank; leave it out",
+        ),
+        (f"{LOSSY} --kill rank=1,phase=finish", "nothing finishes unless another --kill"),
+        (f"{THREE} --strategy shrink {CUT} --kill rank=1,phase=finish", "--strategy shrink finishes nothing"),
+        (
+            "--stages 2 --replicas 2 --strategy lossy-forward --allow-inexact --kill rank=1,step=3",
+            "give --stages 1",
+        ),
+        (f"{LOSSY} {CUT} --reduction fast", "leave it out"),
+        ("--stages 2 --replicas 2 --strategy shrink --lost-shard drop", "would have nothing to do"),
+        ("--stages 4 --strategy shrink --grow step=20", "has moved, and is there"),
+        ("--stages 4 --strategy rollback", "leave out what drops or takes back"),
+        (
+            "--stages 2 --replicas 2 --strategy shrink --kill rank=0,step=5 --kill rank=3,step=6",
+            "every pipeline loses a rank; leave one whole",
+        ),
+        ("--stages 1 --strategy shrink", "--replicas 2 or more"),
+        (
+            "--strategy adaptive --stages 2 --replicas 2 --exact-gradients off",
+            "--exact-gradients off is not exact",
+        ),
+        ("--stages 2 --replicas 2 --adaptive-memory 2", "--adaptive-memory needs --strategy adaptive"),
+        (
+            "--stages 1 --replicas 2 --lost-shard reroute",
+            "it is for pipelines; use --lost-shard redistribute",
+        ),
+        ("--strategy replay --lost-shard drop", "with --strategy replay: a lost rank comes back"),
+        ("--replicas 1 --lost-shard redistribute", "nobody else holds a lost rank's state"),
+        (
+            "--stages 1 --replicas 2 --lost-shard redistribute --grow step=9",
+            "a process that comes takes the lost rank's place",
+        ),
+        ("--grow step=20", "--grow step=20 needs --strategy shrink"),
+        (f"{SHRINK} {KILL} --lost-shard drop", "add --allow-inexact"),
+        (f"{SHRINK} {KILL} --lost-shard keep", "one of redistribute, reroute, drop"),
+        (f"{SHRINK} {KILL} --grow 8", "write step=N"),
+        (f"{SHRINK} {KILL} --grow step=4", "comes later"),
+        (f"{SHRINK} {KILL} --grow step=11", "at most 10"),
+        (f"{SHRINK} {KILL} --updates wait_free", "leave it out"),
+        (f"{SHRINK} {KILL} --reduction fast", "leave it out"),
+        (f"{SHRINK} {KILL} --kill rank=2,step=8", "killed twice"),
+        (f"{SHRINK} {KILL} --kill rank=0,step=6 --kill rank=1,step=7 --kill rank=3,step=8", "leave one"),
+        (f"{SHRINK} --kill service=logserver,step=3 --grow step=5", "no rank is lost"),
+        (
+            "--stages 2 --strategy replay --snapshot-every 5 --kill rank=1,step=3",
+            "--snapshot-every 5 needs --strategy snapshot or auto",
+        ),
+        ("--stages 2 --strategy snapshot --snapshot-every -1 --kill rank=1,step=3", "must be 0 to"),
+        ("--stages 2 --kill rank=1,step=3,phase=snapshot", "there is no phase snapshot"),
+        ("--stages 2 --strategy snapshot --kill rank=1,phase=copy", "nothing copies unless another --kill"),
+        ("--stages 2 --strategy snapshot --kill rank=1,step=3 --kill rank=0,phase=replay", "replays nothing"),
+        (
+            "--stages 2 --strategy snapshot --kill rank=1,step=3 --kill corrupt=log,step=3",
+            "never reads the log",
+        ),
     ],
 )
 def test_what_cannot_go_together_is_refused_in_one_line(arguments: str, word: str) -> None:
@@ -92,13 +156,21 @@ def test_what_cannot_go_together_is_refused_in_one_line(arguments: str, word: st
     assert "\n" not in str(caught.value)
 
 
-def test_rerun_of_a_drill_with_replicas() -> None:
-    arguments = "--stages 2 --replicas 2 --steps 40 --updates wait-free --undo arithmetic --optimizer SGD "
-    arguments += "--optimizer-implementation fused --reduction ordered --seed 5"
-    config = parse([*arguments.split(), "--kill", "rank=3,step=9,phase=update"])
-    assert (config.updates, config.undo, config.optimizer) == ("wait_free", "arithmetic", "sgd")
-    words = shlex.split(config.rerun())
-    assert parse(words[2:]) == config
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--stages 2 --replicas 2 --steps 40 --updates wait-free --undo arithmetic --optimizer SGD "
+        "--optimizer-implementation fused --reduction ordered --seed 5 --kill rank=3,step=9,phase=update",
+        "--stages 2 --strategy snapshot --snapshot-every 2 --kill rank=1,step=4,phase=snapshot "
+        "--kill rank=0,phase=copy --kill corrupt=copy,rank=1",
+        f"{SHRINK} {KILL}",
+        f"{SHRINK} {KILL} --lost-shard redistribute",
+        f"{SHRINK} {KILL} --grow step=8",
+    ],
+)
+def test_rerun_is_the_same_drill(arguments: str) -> None:
+    config = parse(arguments.split())
+    assert parse(shlex.split(config.rerun())[2:]) == config
 
 
 def test_the_twin_does_not_depend_on_how_a_failure_is_met() -> None:

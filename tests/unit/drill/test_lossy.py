@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from swift_ft.errors import UsageError
 from swift_ft.lab.drill import console, report
 from swift_ft.lab.drill.calculation import Calculation
 from swift_ft.lab.drill.command import parse
@@ -24,33 +23,6 @@ COMMAND = "--stages 1 --replicas 3 --steps 4 --checkpoint-every 2 --microbatches
 LOSSY = f"{COMMAND} --strategy lossy-forward --allow-inexact"
 KILL = f"--kill rank={LOST},step={CUT},phase=reduce"
 Buckets = list[dict[str, Any]]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        (f"{COMMAND} --strategy lossy-forward {KILL}", "add --allow-inexact"),
-        (
-            f"{LOSSY} --lost-shard redistribute {KILL}",
-            "nobody computes the batches of a lost rank; leave it out",
-        ),
-        (f"{LOSSY} --kill rank=1,phase=finish", "nothing finishes unless another --kill"),
-        (
-            f"{COMMAND} --strategy shrink {KILL} --kill rank=1,phase=finish",
-            "--strategy shrink finishes nothing",
-        ),
-        (
-            "--stages 2 --replicas 2 --strategy lossy-forward --allow-inexact --kill rank=1,step=3",
-            "give --stages 1",
-        ),
-        (f"{LOSSY} {KILL} --reduction fast", "leave it out"),
-    ],
-)
-def test_what_cannot_be_is_refused_in_one_line(arguments: str, word: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        parse(arguments.split())
-    assert word in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("more", ["", "--updates wait_free", "--kill rank=1,phase=finish", "--grow step=2"])

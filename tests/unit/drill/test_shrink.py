@@ -1,14 +1,12 @@
 """Drills of the strategy "shrink": what can be asked for, and its verdict, with each piece of evidence broken once."""
 
 import copy
-import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from swift_ft.errors import UsageError
 from swift_ft.lab.drill import report
 from swift_ft.lab.drill.calculation import Calculation
 from swift_ft.lab.drill.command import parse
@@ -22,58 +20,6 @@ STEPS, KILL_STEP, GROWN_AT, LOST = 12, 5, 9, 2
 COMMAND = "--stages 1 --replicas 4 --steps 12 --checkpoint-every 5 --microbatches 4 --strategy shrink"
 KILL = f"--kill rank={LOST},step={KILL_STEP},microbatch=3"
 Events = list[dict[str, Any]]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        ("--stages 2 --replicas 2 --strategy shrink --lost-shard drop", "would have nothing to do"),
-        ("--stages 4 --strategy shrink --grow step=20", "has moved, and is there"),
-        ("--stages 4 --strategy rollback", "leave out what drops or takes back"),
-        (
-            "--stages 2 --replicas 2 --strategy shrink --kill rank=0,step=5 --kill rank=3,step=6",
-            "every pipeline loses a rank; leave one whole",
-        ),
-        ("--stages 1 --strategy shrink", "--replicas 2 or more"),
-        (
-            "--strategy adaptive --stages 2 --replicas 2 --exact-gradients off",
-            "--exact-gradients off is not exact",
-        ),
-        ("--stages 2 --replicas 2 --adaptive-memory 2", "--adaptive-memory needs --strategy adaptive"),
-        (
-            "--stages 1 --replicas 2 --lost-shard reroute",
-            "it is for pipelines; use --lost-shard redistribute",
-        ),
-        ("--strategy replay --lost-shard drop", "with --strategy replay: a lost rank comes back"),
-        ("--replicas 1 --lost-shard redistribute", "nobody else holds a lost rank's state"),
-        (
-            "--stages 1 --replicas 2 --lost-shard redistribute --grow step=9",
-            "a process that comes takes the lost rank's place",
-        ),
-        ("--grow step=20", "--grow step=20 needs --strategy shrink"),
-        (f"{COMMAND} {KILL} --lost-shard drop", "add --allow-inexact"),
-        (f"{COMMAND} {KILL} --lost-shard keep", "one of redistribute, reroute, drop"),
-        (f"{COMMAND} {KILL} --grow 8", "write step=N"),
-        (f"{COMMAND} {KILL} --grow step=4", "comes later"),
-        (f"{COMMAND} {KILL} --grow step=11", "at most 10"),
-        (f"{COMMAND} {KILL} --updates wait_free", "leave it out"),
-        (f"{COMMAND} {KILL} --reduction fast", "leave it out"),
-        (f"{COMMAND} {KILL} --kill rank=2,step=8", "killed twice"),
-        (f"{COMMAND} {KILL} --kill rank=0,step=6 --kill rank=1,step=7 --kill rank=3,step=8", "leave one"),
-        (f"{COMMAND} --kill service=logserver,step=3 --grow step=5", "no rank is lost"),
-    ],
-)
-def test_what_cannot_be_is_refused_in_one_line(arguments: str, word: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        parse(arguments.split())
-    assert word in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("more", ["", "--lost-shard redistribute", "--grow step=8"])
-def test_rerun_is_the_same_drill(more: str) -> None:
-    config = parse(f"{COMMAND} {KILL} {more}".split())
-    assert parse(shlex.split(config.rerun())[2:]) == config
 
 
 def config(more: str = "") -> DrillConfig:

@@ -1,51 +1,16 @@
 """Drills of the strategy "snapshot": what can be asked for, and its verdict with each piece of evidence broken."""
 
 import copy
-import shlex
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
-
-from swift_ft.errors import UsageError
 from swift_ft.lab.drill import report
-from swift_ft.lab.drill.command import parse
 from swift_ft.lab.drill.facts import Evidence, Facts
 from swift_ft.lab.drill.report import FAIL, PASS
 from tests.unit.drill.evidence import KILL_STEP, RANKS, STEPS, Trace, config, digests, good
 
 EVERY, TARGET, VICTIM = 3, 6, 2
 Events = list[dict[str, Any]]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        (
-            "--stages 2 --strategy replay --snapshot-every 5 --kill rank=1,step=3",
-            "--snapshot-every 5 needs --strategy snapshot or auto",
-        ),
-        ("--stages 2 --strategy snapshot --snapshot-every -1 --kill rank=1,step=3", "must be 0 to"),
-        ("--stages 2 --kill rank=1,step=3,phase=snapshot", "there is no phase snapshot"),
-        ("--stages 2 --strategy snapshot --kill rank=1,phase=copy", "nothing copies unless another --kill"),
-        ("--stages 2 --strategy snapshot --kill rank=1,step=3 --kill rank=0,phase=replay", "replays nothing"),
-        (
-            "--stages 2 --strategy snapshot --kill rank=1,step=3 --kill corrupt=log,step=3",
-            "never reads the log",
-        ),
-    ],
-)
-def test_what_cannot_be_is_refused_in_one_line(arguments: str, word: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        parse(arguments.split())
-    assert word in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_rerun_is_the_same_drill() -> None:
-    kills = "--kill rank=1,step=4,phase=snapshot --kill rank=0,phase=copy --kill corrupt=copy,rank=1"
-    asked = parse(f"--stages 2 --strategy snapshot --snapshot-every 2 {kills}".split())
-    assert parse(shlex.split(asked.rerun())[2:]) == asked
 
 
 def take(trace: Trace, version: int, ranks: Sequence[int] = range(RANKS)) -> None:
