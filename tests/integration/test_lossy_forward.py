@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.shrinking_world import LOST, RANKS, last_bits, named, pids, reference, run
+from tests.integration.shrinking_world import LOST, RANKS, last_bits, named, reference, run
 from tests.integration.trainer_world import Run
 
 MATRIX = pytest.mark.matrix
@@ -59,38 +59,6 @@ def compared(outcome: Run, directory: Path, *left: int) -> None:
     wanted = reference(directory, *lost, str(cut))
     for rank in left:
         assert last_bits(outcome, rank, wanted)
-
-
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    ("phase", "habit"),
-    [
-        pytest.param("update", "hasty", marks=MATRIX),
-        *(
-            pytest.param(phase, habit, marks=MATRIX)
-            for phase in ("reduce", "optimizer", "idle")
-            for habit in ("asks", "hasty")
-        ),
-    ],
-)
-def test_what_is_averaged_stays_and_the_rest_is_of_those_that_are_left(
-    phase: str, habit: str, tmp_path: Path
-) -> None:
-    beside = LEFT if phase in ("reduce", "update") else []
-    outcome = lossy(tmp_path, fault(phase, *beside), habit=habit)
-
-    for rank in LEFT:
-        assert len(pids(outcome, rank)) == 1, "survivors keep their processes"
-    compared(outcome, tmp_path, *LEFT)
-    (inexact,) = named(outcome, "not_exact")
-    (plan,) = named(outcome, "plan")
-    assert inexact["since"] == plan["target_version"]
-    if phase in ("reduce", "update"):
-        assert plan["target_version"] == STEP + 1
-        assert set(contributors(outcome)) <= {(0, 1, 2), (0, 2)}
-        assert (0, 2) in contributors(outcome), "it had given half of its buckets"
-    if phase == "update":
-        assert (0, 1, 2) in contributors(outcome), "it had applied half of its buckets"
 
 
 @pytest.mark.timeout(240)

@@ -76,37 +76,6 @@ def test_what_is_done_again_in_the_full_world_is_not_compared_with_what_was_logg
 
 
 @pytest.mark.timeout(240)
-def test_one_that_comes_back_makes_the_world_full_again(tmp_path: Path) -> None:
-    faults = [{"rank": LOST, "step": 6, "phase": "reduce"}]
-    outcome = run(tmp_path, "redistribute", faults, max_restarts=1, habit="waits")
-
-    assert [e["rank"] for e in named(outcome, "left_vacant")] == [LOST]
-    wanted = reference()
-    for rank in range(RANKS):
-        assert last_bits(outcome, rank, wanted)
-    assert [len(pids(outcome, rank)) for rank in range(RANKS)] == [1, 2, 1]
-    assert not named(outcome, "not_exact")
-    last = max(named(outcome, "plan"), key=lambda plan: plan["t"])
-    strategies = {entry["rank"]: entry["strategy"].lower() for entry in last["ranks"]}
-    assert strategies[LOST] == "replica"
-
-
-@pytest.mark.matrix
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("victims", [(1, 0), (0, 2)])
-def test_one_is_enough(victims: tuple[int, int], tmp_path: Path) -> None:
-    first, second = victims
-    faults = [{"rank": first, "step": 4, "phase": "reduce"}, {"rank": second, "step": 9, "phase": "reduce"}]
-
-    outcome = run(tmp_path, "redistribute", faults)
-
-    (left,) = set(range(RANKS)) - set(victims)
-    assert last_bits(outcome, left, reference())
-    assert len(pids(outcome, left)) == 1
-    assert not named(outcome, "not_exact")
-
-
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("phase", PHASES)
 def test_without_its_batches_the_mean_is_over_those_that_are_left(phase: str, tmp_path: Path) -> None:
     outcome = run(tmp_path, "drop", [{"rank": LOST, "step": 6, "phase": phase}])

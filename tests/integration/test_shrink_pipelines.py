@@ -113,11 +113,6 @@ def lose_and_return(shape: tuple[int, int], lost: int, phase: str, directory: Pa
     [
         ((2, 2), 2, "reduce", "sums"),
         *(
-            pytest.param((2, 2), lost, phase, "asks", marks=MATRIX)
-            for lost in range(4)
-            for phase in ("forward", "backward", "optimizer", "idle")
-        ),
-        *(
             pytest.param((4, 2), lost, phase, "sums", marks=MATRIX)
             for lost, phase in ((0, "forward"), (3, "backward"), (5, "reduce"), (6, "idle"), (7, "optimizer"))
         ),
