@@ -22,19 +22,12 @@ from tests.integration.shrinking_world import (
 )
 from tests.integration.trainer_world import run_trainer
 
-MATRIX = pytest.mark.matrix
-PHASES = ["reduce", *(pytest.param(phase, marks=MATRIX) for phase in ("idle", "optimizer"))]
-
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    ("phase", "habit"),
-    [("reduce", "loader"), *(pytest.param(phase, "asks", marks=MATRIX) for phase in ("idle", "optimizer"))],
-)
 def test_the_others_compute_its_batches_and_the_bits_are_those_of_a_run_that_never_failed(
-    phase: str, habit: str, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
-    outcome = run(tmp_path, "redistribute", [{"rank": LOST, "step": 6, "phase": phase}], habit=habit)
+    outcome = run(tmp_path, "redistribute", [{"rank": LOST, "step": 6, "phase": "reduce"}], habit="loader")
 
     assert [e["rank"] for e in named(outcome, "left_vacant")] == [LOST]
     assert not named(outcome, "not_exact")
@@ -76,9 +69,8 @@ def test_what_is_done_again_in_the_full_world_is_not_compared_with_what_was_logg
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("phase", PHASES)
-def test_without_its_batches_the_mean_is_over_those_that_are_left(phase: str, tmp_path: Path) -> None:
-    outcome = run(tmp_path, "drop", [{"rank": LOST, "step": 6, "phase": phase}])
+def test_without_its_batches_the_mean_is_over_those_that_are_left(tmp_path: Path) -> None:
+    outcome = run(tmp_path, "drop", [{"rank": LOST, "step": 6, "phase": "reduce"}])
 
     (plan,) = named(outcome, "plan")
     assert [entry["rank"] for entry in plan["ranks"]] == [0, 2]

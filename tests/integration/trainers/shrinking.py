@@ -2,14 +2,12 @@
 `shrinking.py reference STEPS OUT [STEP:LOST...] [CUT.json]`, plain torch in one process: means over three origins,
 without LOST from STEP on. CUT: step -> what became of each bucket of it (event "lossy_step"). HABIT is how the
 trainer gets at its batches: "asks" in each step for its data-parallel rank, has a "loader", and two that nobody can
-carry out for another rank: "knows" it from before, "talks" before it updates. One that is "hasty" asks, and updates
-while backward runs. One that is "late" asks, computes by a schedule, and rank 0 begins to compute step LATE when the
-others have lost a rank. One that is "deaf" asks, and in step LATE rank 1 is lost once all have the first average, of
-which rank 2 has heard nothing. One that "lingers" talks, and behind that rank 0 waits in step LATE + 1 until the
-lost rank has come back. One that "waits" asks, and the last rank waits in that step, and in the one before the last,
-until all that were lost have come back. Those that are "lazy", "eager" or "plain" have torch's DataLoader with the
-session's numbers (so plain torch cannot say what their bits must be): it makes its iterator when it needs one, or at
-once; the "plain" one is lazy and registered, not made by the session.
+carry out for another rank: "knows" it from before, "talks" before it updates. One that is "late" asks, computes by a
+schedule, and rank 0 begins to compute step LATE when the others have lost a rank. One that is "deaf" asks, and in
+step LATE rank 1 is lost once all have the first average, of which rank 2 has heard nothing. One that "lingers" talks,
+and behind that rank 0 waits in step LATE + 1 until the lost rank has come back. Those that are "lazy", "eager" or
+"plain" have torch's DataLoader with the session's numbers (so plain torch cannot say what their bits must be): it
+makes its iterator when it needs one, or at once; the "plain" one is lazy and registered, not made by the session.
 
 Both write a digest of weights and optimizer state for every step: `{step: digest}`.
 """
@@ -130,14 +128,7 @@ def in_a_job(steps: int, habit: str) -> None:
             0.5
         )  # what the others have logged of that step is to be in the log when this rank comes back
     was_here.touch()
-    updates = "wait_free" if habit == "hasty" else "after_backward"
-    settings = {
-        "seed": 1,
-        "checkpoint_every": 4,
-        "replicas": ORIGINS,
-        "bucket_bytes": 2048,
-        "updates": updates,
-    }
+    settings = {"seed": 1, "checkpoint_every": 4, "replicas": ORIGINS, "bucket_bytes": 2048}
     under_way = Position()
     with swift_ft.Session.from_env(**settings) as session:
         model, plain, scheduler = made()
@@ -177,8 +168,6 @@ def in_a_job(steps: int, habit: str) -> None:
             if habit == "lingers" and step == LATE + 1 and session.rank == 0:
                 lingers.touch()
                 await_notices(2)
-            if habit == "waits" and step in (LATE + 1, steps - 2) and session.rank == ORIGINS - 1:
-                await_notices(2 if step == LATE + 1 else 2 * int(os.environ["PET_MAX_RESTARTS"]))
             if habit == "late":
                 if step == LATE and session.rank == 0:
                     await_notices(1)
