@@ -8,43 +8,12 @@ import pytest
 
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.launch import spares
-from swift_ft.launch.children import StartFailed
 from swift_ft.launch.spares import FAILURES_MAX, REHEARSAL_S_MAX, Rehearsals
 from swift_ft.launch.worker import Program
+from tests.unit.launch.test_spares import FakeNursery
 
 RANKS = [4, 5]
 """Of this machine, by place."""
-
-
-class FakeChild:
-    exit_code: int | None = None
-
-    def __init__(self, pid: int) -> None:
-        self.pid, self.incarnation, self.said = pid, f"i{pid}", b""
-        self.assigned: Program | None = None
-        self.discarded = False
-
-    def rehearse(self, assignment: Program) -> None:
-        assert self.assigned is None
-        self.assigned = assignment
-
-    def discard(self) -> None:
-        self.discarded = True
-
-
-class FakeNursery:
-    def __init__(self) -> None:
-        self.children: list[FakeChild] = []
-        self.ready, self.full = True, False
-
-    def tend(self) -> bool:
-        return self.ready
-
-    def spawn(self) -> FakeChild:
-        if self.full:
-            raise StartFailed("no process can be started")
-        self.children.append(FakeChild(len(self.children)))
-        return self.children[-1]
 
 
 class FakeLink:
@@ -120,7 +89,7 @@ def test_what_came_of_it_is_told_and_the_next_rank_is_rehearsed() -> None:
     world.says()
     world.turn()
     assert len(world.begun()) == 2, "each version once"
-    assert not any(child.discarded for child in world.nursery.children), "they end by themselves"
+    assert not any(child.unwanted for child in world.nursery.children), "they end by themselves"
 
 
 def test_what_it_says_may_come_in_parts() -> None:
@@ -197,7 +166,7 @@ def test_it_gives_way_at_once_where_something_is_to_be_recovered(view: pb.View |
     world = World()
     world.turn()
     world.turn(view, quiet=False)
-    assert world.nursery.children[0].discarded
+    assert world.nursery.children[0].unwanted
     assert world.link.told == [(4, 20, {"under_way": True})], "the coordinator knows"
     child = world.nursery.children[0]
     child.exit_code = -9
@@ -211,7 +180,7 @@ def test_it_gives_way_to_a_lost_rank_before_any_view_says_so() -> None:
     world.rehearsals.give_way()
     world.turn()
     world.rehearsals.give_way()
-    assert world.nursery.children[0].discarded
+    assert world.nursery.children[0].unwanted
     world.rehearsals.give_way()
     world.turn(quiet=False)
     assert world.link.told == [(4, 20, {"under_way": True})]
@@ -234,7 +203,7 @@ def test_after_three_failures_in_a_row_a_rank_is_not_rehearsed_any_more() -> Non
         world.turn(view_of((4, version), checkpoints=[version]))
         if len(world.begun()) > attempt:
             world.says(why_not="the script has ended", steps=0)
-            assert world.nursery.children[-1].discarded
+            assert world.nursery.children[-1].unwanted
     assert len(world.begun()) == FAILURES_MAX
     said = [fields["why_not"] for _, _, fields in world.link.told if "why_not" in fields]
     assert said == [
@@ -281,8 +250,8 @@ def test_one_that_takes_too_long_is_ended(clock: list[float]) -> None:
     world.turn()
     clock[0] += REHEARSAL_S_MAX
     world.turn()
-    assert not world.nursery.children[0].discarded
+    assert not world.nursery.children[0].unwanted
     clock[0] += 1.0
     world.turn()
-    assert world.nursery.children[0].discarded
+    assert world.nursery.children[0].unwanted
     assert world.link.told[-1] == (4, 20, {"why_not": f"it took longer than {REHEARSAL_S_MAX:g} s"})

@@ -31,6 +31,11 @@ class FakeChild:
         self.kept_for: int | None = None
         self.rank: int | None = None
         self.exit_code: int | None = None
+        self.assigned: Program | None = None
+
+    def rehearse(self, assignment: Program) -> None:
+        assert self.assigned is None
+        self.assigned = assignment
 
     def warm_up(self, assignment: Program) -> None:
         assert self.kept_for is not None
