@@ -21,15 +21,10 @@ IN_INPUT = (
 KINDS = {
     "attribute": IN_MODULE,
     "hook": IN_MODULE,
-    "closure": IN_MODULE,
-    "global": IN_MODULE,
-    "class": IN_MODULE,
     "counter": IN_MODULE,
-    "environment": IN_MODULE,
     "ids": IN_MODULE,
     "iterator": IN_INPUT,
     "file": IN_INPUT,
-    "clock": IN_INPUT,
     "queue": IN_INPUT,
 }
 """Where it is kept -> what is named."""

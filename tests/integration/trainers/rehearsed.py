@@ -1,9 +1,8 @@
 """Two stages, or a model with two replicas, and something that the session does not know: `rehearsed.py LAYOUT KIND
 STEPS [AWAITED...]`, LAYOUT "pipeline" or "replicas".
 
-KIND is where it is kept: of "attribute", "hook", "closure", "global", "class", "counter", "environment" and "ids" the
-module `hidden` makes something in its forward; of "iterator", "file", "clock" and "queue" so does the step of its
-input. "nothing" hides nothing. "flips" has a bit of rank 1's weights flipped in step FLIPPED, as by a cosmic ray.
+KIND is where it is kept: of "attribute", "hook", "counter" and "ids" the module `hidden` makes something in its
+forward; of "iterator", "file" and "queue" so does the step of its input. "nothing" hides nothing. "flips" has a bit of rank 1's weights flipped in step FLIPPED, as by a cosmic ray.
 "killed" loses rank 1 in step KILLED, once a rehearsal from the checkpoint before it is under way.
 
 AWAITED are RANK@VERSION: the last step before the next checkpoint waits until that rank was rehearsed from that
@@ -21,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,14 +38,8 @@ FLIPPED, KILLED = 17, 6
 RANK = int(os.environ["RANK"])
 PATIENCE_S = 90.0
 
-made = 0
-"""(global)"""
-
 
 class Meter:
-    calls: ClassVar[int] = 0
-    """(class)"""
-
     def __init__(self) -> None:
         self.seen = 0
 
@@ -63,48 +56,24 @@ def things() -> set[Thing]:
     return {Thing(number) for number in numbers}
 
 
-def counted() -> Callable[[], int]:
-    count = 0
-
-    def next_one() -> int:
-        nonlocal count
-        count += 1
-        return count
-
-    return next_one
-
-
 class Hidden(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(WIDTH))
         self.meter = Meter()
         self.numbers = itertools.count(1)
-        self.counted = counted()
         self.things = things()
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.weight * (1 + 0.01 * self.kept())
 
     def kept(self) -> float:
-        global made
         match KIND:
             case "attribute":
                 self.meter.seen += 1
                 return self.meter.seen
-            case "closure":
-                return self.counted()
-            case "global":
-                made += 1
-                return made
-            case "class":
-                Meter.calls += 1
-                return Meter.calls
             case "counter":
                 return next(self.numbers)
-            case "environment":
-                os.environ["SEEN"] = str(int(os.environ.get("SEEN", "0")) + 1)
-                return float(os.environ["SEEN"])
             case "ids":
                 return sum(thing.number / 2**place for place, thing in enumerate(self.things))
         return 0.0
@@ -243,8 +212,6 @@ def main() -> None:
                     return next(ready)
                 case "file":
                     return read_on(Path(os.environ["SWIFT_DIGESTS"], f"count-{RANK}"))
-                case "clock":
-                    return time.time() % 1.0
             return 0.0
 
         def train_step(step: int) -> None:
