@@ -2,8 +2,9 @@
 STEPS [AWAITED...]`, LAYOUT "pipeline" or "replicas".
 
 KIND is where it is kept: of "attribute", "hook", "counter" and "ids" the module `hidden` makes something in its
-forward; of "iterator", "file" and "queue" so does the step of its input. "nothing" hides nothing. "flips" has a bit of rank 1's weights flipped in step FLIPPED, as by a cosmic ray.
-"killed" loses rank 1 in step KILLED, once a rehearsal from the checkpoint before it is under way.
+forward; of "iterator", "file" and "queue" so does the step of its input. "nothing" hides nothing. "flips" has a bit
+of rank 1's weights flipped in step FLIPPED, as by a cosmic ray. "killed" loses rank 1 in step KILLED, once a
+rehearsal from the checkpoint before it is under way.
 
 AWAITED are RANK@VERSION: the last step before the next checkpoint waits until that rank was rehearsed from that
 version. A step takes a millisecond here, a rehearsal seconds. Then rank 0 writes down what `swift-ft status` says.

@@ -110,10 +110,6 @@ def suffer(what: str, times: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         case "exit":
             raise SystemExit(7)
-        case "_exit":
-            os._exit(7)
-        case "segfault":
-            os.kill(os.getpid(), signal.SIGSEGV)
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         case "terminate":
