@@ -50,20 +50,6 @@ def test_every_schedule(schedule: str, microbatches: int, rank: int, twins: Twin
 
 
 @pytest.mark.matrix
-def test_a_helper_is_killed(twins: Twins, tmp_path: Path) -> None:
-    """Its rank is replayed as well; the first owner goes on from where it was."""
-    specs = ["rank=2,step=9", "rank=1,phase=replay,microbatch=1"]
-    words = [*arguments("zbv", 7, 2), "--spares", "2"]
-    report = passed(drill(*words, *kills(*specs), twins=twins, at=tmp_path))
-    assert report["exact"] is True
-    assert len(report["recoveries"]) == 1
-    assert len(report["recoveries"][0]["generations"]) == 2
-    begun = [event for event in report["timeline"] if event["event"] == "help_begin"]
-    assert begun[0]["rank"] == 2
-    assert 1 in begun[0]["helpers"]
-
-
-@pytest.mark.matrix
 @pytest.mark.parametrize("rank", [0, 2])
 def test_what_trainers_do(rank: int, tmp_path: Path) -> None:
     """Autocast, checkpointed blocks, frozen, strided and sometimes unused parameters, inputs for every stage."""

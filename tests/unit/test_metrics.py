@@ -250,11 +250,6 @@ def test_a_coordinator_that_began_in_the_middle_counts_the_recovery_and_not_its_
     assert recoveries(coordinator) == ({("a", "UNDO"): 1}, [])
 
 
-def test_every_strategy_has_its_place() -> None:
-    for strategy in Strategy:
-        assert plan_of(Strategy.KEEP, strategy).costliest is strategy
-
-
 def test_a_checkpoints_age_begins_when_it_is_complete(coordinator: CoordinatorMetrics, clock: Clock) -> None:
     def age() -> float:
         return float(coordinator.samples([job(5)])["swift_coordinator_checkpoint_age_seconds"]["a",])  # type: ignore[arg-type]
