@@ -4,7 +4,7 @@ seam honest: it passes the same conformance suite as the others."""
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -136,6 +136,9 @@ class LocalFabric:
 
     def arriving(self) -> None:
         return None
+
+    def begin_check(self) -> Callable[[], None]:
+        return self.check_arrived
 
     def check_arrived(self) -> None:
         pass

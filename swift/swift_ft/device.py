@@ -69,13 +69,16 @@ class Accelerator:
         stream = stream or torch.accelerator.current_stream(self.torch)
         stream.wait_event(event)  # type: ignore[arg-type]
 
-    def copy_out(self, to: torch.Tensor, tensor: torch.Tensor, stream: torch.Stream) -> None:
+    def copy_out(self, to: torch.Tensor, tensor: torch.Tensor, stream: torch.Stream) -> Event:
         """Queues on `stream` a copy of the device's `tensor` into pinned memory, behind all work queued on the current
-        stream so far. `tensor`'s memory is not given away before the copy is over."""
-        self.hold(self.mark(), stream)
+        stream so far, and returns the event of the end of that. `tensor`'s memory is not given away before the copy is
+        over."""
+        reached = self.mark()
+        self.hold(reached, stream)
         with _current(stream):
             to.copy_(tensor, non_blocking=True)
         tensor.record_stream(stream)
+        return reached
 
     def copy_all_out(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Event:
         """Queues copies (into pinned memory, of a tensor) in one go on a stream of their own, behind all work queued on
@@ -321,7 +324,13 @@ class Arrivals(Protocol):
 
     def arriving(self) -> Accelerator | None: ...
 
+    def begin_check(self) -> Callable[[], None]: ...
+
     def check_arrived(self) -> None: ...
+
+
+def surely() -> bool:
+    return True
 
 
 class Readings:
@@ -336,7 +345,10 @@ class Readings:
     def __init__(self) -> None:
         self._waiting: list[Callable[[], None]] = []
         self._device: Accelerator | None = None
-        self.arrivals: Arrivals | None = None
+        self.arrivals: Callable[[], Arrivals | None] = lambda: None
+        """Returns those of this generation."""
+        self._checked: tuple[Arrivals | None, int] = (None, 0)
+        """Checks that have found all whole: of which generation, how many."""
 
     def later(self, tensor: torch.Tensor, use: Callable[[torch.Tensor], None]) -> None:
         """Calls ``use(copy on the host)`` with the values that `tensor` has now in its stream."""
@@ -359,21 +371,52 @@ class Readings:
     def settle(self) -> None:
         """Waits once for the device if something waits for it, or messages arrive there, and answers. Raises what an
         answer raises, and RuntimeError if a message is lost."""
-        arriving = None if self.arrivals is None else self.arrivals.arriving()
+        arrivals = self.arrivals()
+        arriving = None if arrivals is None else arrivals.arriving()
         device = arriving or (self._device if self._waiting else None)
         if device is None:
             return
+        check = None if arrivals is None else arrivals.begin_check()
         device.wait(device.mark())
-        if arriving is not None and self.arrivals is not None:
-            self.arrivals.check_arrived()  # not before the wait: an abort may end it
+        if check is not None:
+            check()  # not before the wait: an abort may end it
+            self._checked = arrivals, 1 + self._checks_of(arrivals)
         waiting, self._waiting = self._waiting, []
         for use in waiting:
             use()
 
     def settle_arrivals(self) -> None:
         """Settles if messages arrive: what is applied next must be whole."""
-        if self.arrivals is not None and self.arrivals.arriving() is not None:
+        arrivals = self.arrivals()
+        if arrivals is not None and arrivals.arriving() is not None:
             self.settle()
+
+    def check_arrived(self) -> None:
+        """Raises RuntimeError if an abort may have left garbage in what the host knows. Does not wait."""
+        if (arrivals := self.arrivals()) is not None:
+            arrivals.check_arrived()
+
+    def wholeness(self) -> Callable[[], bool]:
+        """Returns what tells whether all that the device is to do up to now has been done with whole messages. It is
+        asked once the device has done that."""
+        arrivals = self.arrivals()
+        if arrivals is None:
+            return surely
+        checks = self._checks_of(arrivals)
+
+        def is_whole() -> bool:
+            if self._checks_of(arrivals) > checks:
+                return True  # an abort after that is none of theirs
+            try:
+                arrivals.check_arrived()
+            except RuntimeError:
+                return False
+            return True
+
+        return is_whole
+
+    def _checks_of(self, arrivals: Arrivals | None) -> int:
+        return self._checked[1] if self._checked[0] is arrivals else 0
 
     def drop(self) -> None:
         """Answers nothing of what was asked: the step is dropped."""

@@ -1,15 +1,18 @@
-"""NCCL's communicators as the simulated device has them: `swift_ft.comm.nccl.Library`, stricter than NCCL is.
+"""A stand-in for torch's `ProcessGroupNCCL` on the simulated device, stricter than it is.
 
 A message is a *ticket* in the stream of its communicator: the stream stands still there until the peer has its half of
 the message. Bytes pass over a Unix socket.
 
 - A message whose peer does not come, or has died, holds its stream until an abort.
-- An abort leaves garbage that looks like numbers. It waits for ever if a communicator that it is not told of has a
-  message under way: one after the other is not how communicators are aborted.
+- An abort leaves garbage that looks like numbers. It returns once no other communicator has a message under way: one
+  after the other is not how communicators are aborted.
+- Connecting goes on in a thread. The first message waits for it.
 - There are no tags: a message of another size than its peer's is a mistake of the order, and ends the process.
+- A group that ends in a process that goes on ends the process.
 - Memory is used until the message is over, whether its tensor is alive or not.
 """
 
+import contextlib
 import os
 import queue
 import socket
@@ -19,44 +22,94 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from swift_ft.comm.nccl import Communicator
-from swift_ft.device import Accelerator, Event
+from swift_ft.comm.nccl import TorchNccl
+from swift_ft.device import Event
 from tests.device import simulated
 
 GARBAGE = 0x41
 """Byte of what an abort leaves: 12.1 as a float32."""
-WRONG_ORDER = 86
-"""Exit code of a process whose message met another one."""
+WRONG_ORDER, ENDED = 86, 87
+"""Exit codes of a process whose message met another one, and of one that has ended a group."""
 _POLL_S = 0.001
+_PATIENCE_S = 30.0
 _LENGTH_BYTES = 8
 
 
-class FakeNccl:
-    def identity(self, device: Accelerator) -> str:
-        return f"{os.getpid()}:{device.torch.index}"
+class FakeNccl(TorchNccl):
+    """`TorchNccl` over the stand-in, with a device of its own for each process."""
 
-    def connect(self, store: Store, own: int, timeout: timedelta) -> Communicator:
-        if own:
-            connection = socket.socket(socket.AF_UNIX)
-            connection.connect(store.get("address"))
+    def __init__(self) -> None:
+        torch.distributed.ProcessGroupNCCL = ProcessGroup  # type: ignore[attr-defined]
+        torch.get_device_module().get_device_properties = lambda device: SimpleNamespace(
+            uuid=f"{os.getpid()}:{device.index}"
+        )
+
+
+class Options:
+    def __init__(self, is_high_priority_stream: bool) -> None:
+        assert not is_high_priority_stream
+        self.config = SimpleNamespace(blocking=1)
+        self._timeout = timedelta(minutes=10)
+
+
+class ProcessGroup:
+    Options = Options
+
+    def __init__(self, store: Store, rank: int, size: int, options: Options) -> None:
+        assert size == 2
+        assert options.config.blocking == 0
+        assert options._timeout >= timedelta(hours=1), "a rank may wait for long"
+        self._store, self._rank = store, rank
+        self._communicator: FakeCommunicator | None = None
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        assert device.index == torch.accelerator.current_device_index()
+        if self._rank == 0:
+            listening = socket.socket(socket.AF_UNIX)
+            listening.bind("")  # a name that the kernel chooses
+            listening.listen()
+            self._store.set("0", listening.getsockname())
+            self._communicator = FakeCommunicator(lambda: listening.accept()[0])
         else:
-            with socket.socket(socket.AF_UNIX) as listening:
-                listening.bind("")  # a name that the kernel chooses
-                listening.listen()
-                listening.settimeout(timeout.total_seconds())
-                store.set("address", listening.getsockname())
-                store.check(["address"])
-                connection, _ = listening.accept()
-            connection.settimeout(None)
-        return FakeCommunicator(connection)
+            address = self._store.get("0")
+            self._communicator = FakeCommunicator(lambda: _connected(address))
 
-    def abort(self, communicators: Sequence[Communicator]) -> None:
-        FakeCommunicator.abort([each for each in communicators if isinstance(each, FakeCommunicator)])
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> "_Queued":
+        assert (peer, tag) == (1 - self._rank, 0)
+        return self._queue(tensors, sends=True)
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> "_Queued":
+        assert (peer, tag) == (1 - self._rank, 0)
+        return self._queue(tensors, sends=False)
+
+    def _queue(self, tensors: list[torch.Tensor], *, sends: bool) -> "_Queued":
+        assert self._communicator is not None, "made by its first message: it would hang in an abort"
+        (tensor,) = tensors
+        return self._communicator.queue(tensor, sends=sends)
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        assert timeout < timedelta(minutes=1), "an abort waits so long"
+
+    def abort(self) -> None:
+        if self._communicator is not None:
+            FakeCommunicator.abort([self._communicator])
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            print("fake NCCL: a group was ended", file=sys.stderr, flush=True)
+            os._exit(ENDED)
+
+
+def _connected(address: bytes) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(address)
+    return connection
 
 
 class _Ticket:
@@ -89,8 +142,10 @@ class FakeCommunicator:
     """Held for all that follows."""
     _all: ClassVar["set[FakeCommunicator]"] = set()
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
+    def __init__(self, connect: Callable[[], socket.socket]) -> None:
+        self._connect = connect
+        self._connected = threading.Event()
+        self._socket: Any = None
         self._stream = torch.Stream()
         self._aborted = False
         self._under_way: list[_Ticket] = []
@@ -99,13 +154,8 @@ class FakeCommunicator:
             self._all.add(self)
         threading.Thread(target=self._work, name="fake-nccl", daemon=True).start()
 
-    def send(self, tensor: torch.Tensor) -> _Queued:
-        return self._queue(tensor, sends=True)
-
-    def recv(self, tensor: torch.Tensor) -> _Queued:
-        return self._queue(tensor, sends=False)
-
-    def _queue(self, tensor: torch.Tensor, *, sends: bool) -> _Queued:
+    def queue(self, tensor: torch.Tensor, *, sends: bool) -> _Queued:
+        assert self._connected.wait(_PATIENCE_S), "the peer did not come"
         assert tensor.is_contiguous()
         data = tensor.view(-1).view(torch.uint8)
         host = torch.empty(data.numel(), dtype=torch.uint8, pin_memory=True)
@@ -125,6 +175,8 @@ class FakeCommunicator:
             return _Queued(self._stream.record_event())
 
     def _work(self) -> None:
+        self._socket = self._connect()
+        self._connected.set()
         while True:
             ticket = self._tickets.get()
             while not ticket.turn.query():
@@ -185,7 +237,9 @@ class FakeCommunicator:
                 each._end()
 
     def _end(self) -> None:
-        self._socket.shutdown(socket.SHUT_RDWR)
+        if self._socket is not None:
+            with contextlib.suppress(OSError):  # it has ended before
+                self._socket.shutdown(socket.SHUT_RDWR)
         for ticket in self._under_way:
             if not ticket.sends:
                 ticket.host.fill_(GARBAGE)

@@ -252,6 +252,7 @@ def load() -> types.ModuleType:
     def seed_current(seed: int) -> None:
         generators[_index()].manual_seed(seed)
 
+    set_up: list[bool] = []
     module: Any = types.ModuleType(f"torch.{NAME}")
     named: dict[str, Callable[..., Any] | type | object] = {
         "default_generators": generators,
@@ -259,9 +260,9 @@ def load() -> types.ModuleType:
         "Event": torch.Event,
         "device": _DeviceContext,
         "is_available": lambda: True,
-        "is_initialized": ops.initialized,
+        "is_initialized": lambda: bool(set_up) or ops.initialized(),
         "_is_in_bad_fork": ops.in_bad_fork,
-        "_lazy_init": lambda: None,
+        "_lazy_init": lambda: set_up.append(True),  # also by the choice of a device, as for CUDA
         "device_count": lambda: len(generators),
         "current_device": accelerator.current_device_index,
         "set_device": lambda device: accelerator.set_device_index(_index(device)),

@@ -5,18 +5,19 @@ On the simulated device here, on CUDA by tests/gpu.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
+from swift_ft.device import Accelerator, Readings
 from swift_ft.errors import UsageError
 from swift_ft.log import ring
 from swift_ft.log.reader import LogReader
 from swift_ft.log.record import RecordKey
 from swift_ft.log.ring import Word
 from swift_ft.log.sidecar_client import SidecarWriter
-from swift_ft.train.boundary_log import DeviceCapture, _UnderWay
+from swift_ft.train.boundary_log import DeviceCapture
 from tests.device.machine import accelerator, held, here, hold, never, no_waits
 from tests.unit.log.service import JOB, InProcess, eventually
 
@@ -141,7 +142,7 @@ def test_nothing_overtakes() -> None:
                 w.record(0, tensor)
                 w.record(1, tensor)
                 first = w.capture._under_way[0]
-                w.capture._under_way[0] = _UnderWay(first.end, accelerator().mark(other))
+                w.capture._under_way[0] = first._replace(event=accelerator().mark(other))
             w.side.synchronize()
             w.capture.wait_copied()
             assert w.writer.copied == head
@@ -280,3 +281,46 @@ def test_a_writer_that_is_closed_without_a_flush_leaves_nothing_half() -> None:
             w.record(0, tensor)
             w.capture.wait_copied()
             assert w.writer._memory.load(Word.HEAD) == head
+
+
+class Cut:
+    """An abort ends messages. (`swift_ft.device.Arrivals`)"""
+
+    ended = False
+
+    def arriving(self) -> Accelerator:
+        return accelerator()
+
+    def begin_check(self) -> Callable[[], None]:
+        return self.check_arrived
+
+    def check_arrived(self) -> None:
+        if self.ended:
+            raise RuntimeError("ended")
+
+
+@RINGS
+def test_what_an_abort_has_left_is_not_logged_and_what_was_checked_before_is(kind: str) -> None:
+    readings, cut = Readings(), Cut()
+    readings.arrivals = lambda: cut
+    with world(kind) as w:
+        w.capture._wholeness = readings.wholeness
+        tensors = [there(step) for step in range(4)]
+        release = hold(w.side)  # copies are late
+        with no_waits():
+            w.record(0, tensors[0])
+        readings.settle()
+        release_training = hold()
+        with no_waits():
+            w.record(1, tensors[1])
+            w.record(2, tensors[2])
+            cut.ended = True  # before the kernels end
+        release()
+        release_training()
+        w.capture.finish()
+        assert w.has(numbers(0))
+        assert w.writer.stats.records == 1
+        readings.arrivals = Cut  # of the next generation
+        w.record(1, tensors[3])
+        assert w.has(numbers(0), numbers(3))
+        assert w.writer.stats.records == 2

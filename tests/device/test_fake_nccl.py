@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -103,6 +104,9 @@ class _Aborted:
     def arriving(self) -> Accelerator:
         return current_accelerator()
 
+    def begin_check(self) -> Callable[[], None]:
+        return self.check_arrived
+
     def check_arrived(self) -> None:
         if self.flag:
             raise Broken("connection of an ended generation")
@@ -110,7 +114,7 @@ class _Aborted:
 
 def test_a_step_looks_for_an_abort_once_its_messages_are_over() -> None:
     arrivals, readings, seen = _Aborted(), Readings(), list[float]()
-    readings.arrivals = arrivals
+    readings.arrivals = lambda: arrivals
     readings.later(torch.ones(1, device="simulated"), lambda read: seen.append(float(read)))
     readings.settle()
     assert seen == [1.0]

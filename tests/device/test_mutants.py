@@ -5,17 +5,25 @@ A mutant replaces a method of the product, or of the device object, in the test'
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.distributed import PrefixStore
 
-from swift_ft.comm import staging
-from swift_ft.device import Accelerator
+from swift_ft.comm import nccl, staging
+from swift_ft.device import Accelerator, Event, Readings, current_accelerator, surely
 from swift_ft.state import rng
 from swift_ft.train.boundary_log import DeviceCapture
-from tests.device import machine, test_accelerator, test_capture, test_staging
+from tests.device import (
+    machine,
+    test_accelerator,
+    test_capture,
+    test_nccl_wire,
+    test_staging,
+    test_torch_nccl,
+)
 from tests.device.machine import here
 
 
@@ -35,23 +43,26 @@ def _copy(to: torch.Tensor, tensor: torch.Tensor, stream: torch.Stream) -> None:
 
 
 def _no_wait_for_the_stream(
-    _: Accelerator, to: torch.Tensor, tensor: torch.Tensor, stream: torch.Stream
-) -> None:
+    device: Accelerator, to: torch.Tensor, tensor: torch.Tensor, stream: torch.Stream
+) -> Event:
     _copy(to, tensor, stream)
     tensor.record_stream(stream)
+    return device.mark()
 
 
 def _no_record_on_the_stream(
     device: Accelerator, to: torch.Tensor, tensor: torch.Tensor, stream: torch.Stream
-) -> None:
+) -> Event:
     device.hold(device.mark(), stream)
     _copy(to, tensor, stream)
+    return device.mark()
 
 
 def _copy_on_the_training_stream(
-    _: Accelerator, to: torch.Tensor, tensor: torch.Tensor, __: torch.Stream
-) -> None:
+    device: Accelerator, to: torch.Tensor, tensor: torch.Tensor, _: torch.Stream
+) -> Event:
     to.copy_(tensor, non_blocking=True)
+    return device.mark()
 
 
 def _mark_of_the_training_stream(device: Accelerator, _: torch.Stream | None = None) -> Any:
@@ -82,6 +93,63 @@ def _device_alone(device: Accelerator, _: torch.Stream) -> None:
 
 def _stream_of_another_device(_: Accelerator, __: torch.Stream) -> None:
     torch.accelerator.set_stream(torch.Stream(device=here(0)))
+
+
+# --- communicators ---
+
+
+def _settled_without_a_check(readings: Readings) -> None:
+    device = current_accelerator()
+    device.wait(device.mark())
+    for use in readings._waiting:
+        use()
+
+
+def _settled_with_a_check_before_the_wait(readings: Readings) -> None:
+    readings.check_arrived()
+    _settled_without_a_check(readings)
+
+
+def _always_whole(_: Readings) -> Callable[[], bool]:
+    return surely
+
+
+def _aborted_one_by_one(_: nccl.TorchNccl, communicators: Sequence[Any]) -> None:
+    for each in communicators:
+        each.group.abort()
+
+
+def _communicators_for_all_tags(wire: Any, tensor: torch.Tensor, place: int, tag: int) -> Any:
+    messages, collectives = wire._lanes
+    return (collectives if tag >= wire._tags else messages).get(wire._places[place])
+
+
+class _BothWays(nccl._TwoRanks):
+    def send(self, tensor: torch.Tensor) -> Any:
+        return self.group.send([tensor], 1 - self.own, 0)
+
+    def recv(self, tensor: torch.Tensor) -> Any:
+        return self.group.recv([tensor], 1 - self.own, 0)
+
+
+def _one_stream_for_both_directions(
+    fabric: nccl.NcclFabric, store: Any, own: int, others: Sequence[int], timeout: Any
+) -> Any:
+    made: dict[int, Any] = {}
+
+    def connect() -> None:
+        for other in others:
+            group: Any = fabric._library.connect(
+                PrefixStore(str({own, other}), store), int(own > other), timeout
+            )
+            made[other] = nccl._Pair(*[fabric._kept(_BothWays(group.group, group.own))] * 2)
+
+    fabric.build(connect)
+    return made
+
+
+def _not_kept(message: Any, queued: Any, tensor: torch.Tensor, in_flight: Any) -> None:
+    message._queued, message._tensor, message._in_flight = queued, tensor, in_flight
 
 
 # --- generators ---
@@ -193,6 +261,56 @@ MUTANTS = {
         _seeded_when_the_stream_gets_there,
         test_accelerator.test_a_microbatch_draws_its_own_numbers_however_far_the_host_is_ahead,
     ),
+    "no check before the update": Mutant(
+        Readings,
+        "settle",
+        _settled_without_a_check,
+        test_nccl_wire.test_a_step_that_computes_with_garbage_is_not_applied,
+    ),
+    "check before the event": Mutant(
+        Readings,
+        "settle",
+        _settled_with_a_check_before_the_wait,
+        test_nccl_wire.test_a_step_that_computes_with_garbage_is_not_applied,
+    ),
+    "garbage in the log": Mutant(
+        Readings,
+        "wholeness",
+        _always_whole,
+        lambda: test_capture.test_what_an_abort_has_left_is_not_logged_and_what_was_checked_before_is(
+            "native"
+        ),
+    ),
+    "aborted one by one": Mutant(
+        nccl.TorchNccl,
+        "abort",
+        _aborted_one_by_one,
+        test_torch_nccl.test_communicators_are_aborted_together_and_kept,
+    ),
+    "receive posted ahead": Mutant(
+        nccl._Wire,
+        "_pair",
+        _communicators_for_all_tags,
+        test_nccl_wire.test_a_receive_that_is_posted_ahead_holds_no_other_message_up,
+    ),
+    "tag relied on": Mutant(
+        nccl._Wire,
+        "_pair",
+        _communicators_for_all_tags,
+        test_nccl_wire.test_messages_with_tags_are_told_apart_whatever_their_order,
+    ),
+    "mixed batch in one stream": Mutant(
+        nccl.NcclFabric,
+        "lane",
+        _one_stream_for_both_directions,
+        test_nccl_wire.test_a_batch_of_sends_and_receives_does_not_wait_for_itself,
+    ),
+    "freed before its abort has returned": Mutant(
+        nccl._Message,
+        "__init__",
+        _not_kept,
+        test_nccl_wire.test_what_an_aborted_message_still_writes_to_is_nobody_elses,
+    ),
     "readings read before the event": Mutant(
         Accelerator,
         "wait",
@@ -208,7 +326,8 @@ def test_a_mutant_is_caught(name: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(machine, "LOOK_S", 10.0)  # what must not happen has time to
         patch.setattr(machine, "BUSY_S", 2.0)
-        patch.setattr(test_staging, "PATIENCE_S", 2.0)
+        for module in (test_staging, test_nccl_wire, test_torch_nccl):
+            patch.setattr(module, "PATIENCE_S", 2.0)
         patch.setattr(mutant.owner, mutant.name, mutant.instead)
         with pytest.raises(AssertionError):
             mutant.caught_by()

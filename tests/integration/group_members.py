@@ -129,8 +129,10 @@ class Group:
         """Waits as a step does before its update, where a wait orders streams only."""
         device = self.fabric.arriving()
         if device is not None:
+            check = self.fabric.begin_check()
             device.wait(device.mark())
-            self.fabric.check_arrived()
+            check()
+            assert self.fabric.arriving() is None, "a check covers what the stream is behind"
 
     def values(self, seed: int, numel: int) -> torch.Tensor:
         return values(seed, numel).to(self.device)

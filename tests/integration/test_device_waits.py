@@ -23,12 +23,14 @@ STEPS, LEARNT = 7, 4
 SETTLE = "the step's one wait"
 BATCH, LOSS = "the trainer's own: copy from pageable memory", "the trainer's own: item"
 
-STEP: dict[tuple[str, int, int], list[dict[str, int]]] = {
-    ("after_backward", 1, 3): [{SETTLE: 1, BATCH: 1}, {SETTLE: 1}, {SETTLE: 1, BATCH: 1, LOSS: 1}],
-    ("after_backward", 2, 2): [{SETTLE: 1, BATCH: 2, LOSS: 1}] * 2,
-    ("wait_free", 2, 2): [{SETTLE: 1, BATCH: 2, LOSS: 1}] * 2,
+STEP: dict[tuple[str, int, int, str], list[dict[str, int]]] = {
+    ("after_backward", 1, 3, "staged"): [{SETTLE: 1, BATCH: 1}, {SETTLE: 1}, {SETTLE: 1, BATCH: 1, LOSS: 1}],
+    ("after_backward", 1, 3, "nccl"): [{SETTLE: 1, BATCH: 1}, {SETTLE: 1}, {SETTLE: 1, BATCH: 1, LOSS: 1}],
+    ("after_backward", 2, 2, "staged"): [{SETTLE: 1, BATCH: 2, LOSS: 1}] * 2,
+    ("after_backward", 2, 2, "nccl"): [{SETTLE: 1, BATCH: 2, LOSS: 1}] * 2,
+    ("wait_free", 2, 2, "staged"): [{SETTLE: 1, BATCH: 2, LOSS: 1}] * 2,
 }
-"""(updates, replicas, ranks) -> for each rank, what waits in a step, and how often."""
+"""(updates, replicas, ranks, wire) -> for each rank, what waits in a step, and how often."""
 
 REPLAYED = {SETTLE: 1}
 """An inner stage that replays a step. It would not have to wait: what it computes with comes from the log."""
@@ -69,21 +71,22 @@ def run(cluster: ForkedCluster, waits: Path) -> list[Step]:
     return steps
 
 
-@pytest.mark.parametrize(("updates", "replicas", "ranks"), STEP)
+@pytest.mark.parametrize(("updates", "replicas", "ranks", "wire"), STEP)
 def test_a_step_waits_once_for_its_device(
-    updates: str, replicas: int, ranks: int, forks: Forks, tmp_path: Path
+    updates: str, replicas: int, ranks: int, wire: str, forks: Forks, tmp_path: Path
 ) -> None:
     trainer = ["-m", TRAINER]
-    arguments = [updates, str(replicas), str(STEPS), str(tmp_path / "waits")]
+    arguments = [updates, str(replicas), str(STEPS), str(tmp_path / "waits"), wire]
     cluster = CalmCluster(forks, tmp_path, ranks=ranks, trainer=trainer, trainer_arguments=arguments)
     steps = run(cluster, tmp_path / "waits")
-    for rank, expected in enumerate(STEP[updates, replicas, ranks]):
+    assert any(tmp_path.glob("messages-*")) == (wire == "nccl")
+    for rank, expected in enumerate(STEP[updates, replicas, ranks, wire]):
         later = [step.waits for step in steps if step.rank == rank and LEARNT <= step.number < STEPS - 1]
         assert later == [expected] * (STEPS - 1 - LEARNT)
 
 
 def test_what_a_replay_waits_for(tmp_path: Path) -> None:
-    arguments = ["after_backward", "1", str(STEPS), str(tmp_path / "waits")]
+    arguments = ["after_backward", "1", str(STEPS), str(tmp_path / "waits"), "staged"]
     fault = {"id": "f0", "rank": 1, "step": 5, "phase": "backward", "microbatch": 1}
     trainer, faults = ["-m", TRAINER], json.dumps([fault])
     cluster = ForkedCluster(

@@ -53,6 +53,8 @@ REPLAYS = {
     "zbv": "rank=1,step=4,microbatch=1,phase=backward",
     "dualpipev": "rank=0,step=4,microbatch=1,phase=backward",
 }
+PROBE_BYTES = 4
+"""Size of the message with which each communicator begins."""
 MATRIX = pytest.mark.matrix
 
 
@@ -74,24 +76,44 @@ def test_a_half_applied_step_is_taken_back_and_the_replica_copied(tmp_path: Path
     assert report["undo"]["buckets"] > 0
 
 
+OVER_COMMUNICATORS = {
+    # Its neighbours wait in a receive; they have sent it what it needs.
+    "--stages 2": "rank=1,step=4,phase=backward",
+    "--stages 2 --steps 9": "rank=0,step=4,microbatch=1,phase=forward",
+    "--stages 3": "rank=1,step=4,microbatch=2,phase=backward",
+    "--stages 2 --schedule interleaved1f1b": "rank=1,step=4,microbatch=2,phase=forward",
+    "--stages 2 --schedule zbv": "rank=1,step=4,microbatch=1,phase=forward",
+    "--stages 2 --schedule dualpipev": "rank=0,step=4,microbatch=1,phase=backward",
+    # In a reduction, in an update, with and without the half of it undone.
+    "--stages 1 --replicas 2": "rank=1,step=4,phase=reduce",
+    "--stages 1 --replicas 3": "rank=1,step=4,phase=optimizer",
+    "--stages 1 --replicas 2 --updates wait_free": "rank=1,step=4,phase=update",
+    "--stages 2 --replicas 2": "rank=1,step=4,phase=backward",
+    # Another loss while the first one's generation is new.
+    "--stages 3 --spares 2": "rank=1,step=4,phase=backward --kill rank=2,phase=replay",
+    "--stages 4 --helpers 2": "rank=1,step=6,phase=backward",
+    "--stages 2 --strategy checkpoint --checkpoint-every 3": "rank=1,step=6,phase=backward",
+    "--stages 2 --replicas 2 --strategy shrink": "rank=1,step=6,phase=backward",
+    "--stages 2 --replicas 2 --strategy adaptive": "rank=1,step=6,phase=backward",
+    "--stages 2 --replicas 2 --strategy adaptive --staggered on": "rank=1,step=6,phase=backward",
+    "--stages 2 --replicas 2 --strategy snapshot": "rank=1,step=6,phase=backward",
+}
+
+
 @pytest.mark.parametrize(
-    ("words", "kill"),
-    [
-        ("--stages 2", "rank=1,step=4,phase=backward"),
-        pytest.param("--stages 2", "rank=0,step=4,microbatch=1,phase=forward", marks=MATRIX),
-        pytest.param("--stages 2 --schedule zbv", "rank=1,step=4,microbatch=1,phase=forward", marks=MATRIX),
-        pytest.param("--stages 1 --replicas 2", "rank=1,step=4,phase=reduce", marks=MATRIX),
-        pytest.param(
-            "--stages 1 --replicas 2 --updates wait_free", "rank=1,step=4,phase=update", marks=MATRIX
-        ),
-        pytest.param("--stages 2 --replicas 2", "rank=1,step=4,phase=backward", marks=MATRIX),
-    ],
+    "words",
+    [words if words == "--stages 2" else pytest.param(words, marks=MATRIX) for words in OVER_COMMUNICATORS],
 )
-def test_over_communicators_whose_waits_do_not_make_the_host_wait(
-    words: str, kill: str, tmp_path: Path
-) -> None:
-    drill(tmp_path, *words.split(), "--kill", kill, plugin=PLUGIN.with_name("plugin_nccl"))
-    assert any(tmp_path.glob("messages-*"))
+def test_over_communicators_whose_waits_do_not_make_the_host_wait(words: str, tmp_path: Path) -> None:
+    kill = OVER_COMMUNICATORS[words].split()
+    drill(tmp_path, *words.split(), "--kill", *kill, plugin=PLUGIN.with_name("plugin_nccl"))
+    sent = [
+        line
+        for path in tmp_path.glob("messages-*")
+        for line in path.read_text().splitlines()
+        if "sent" in line
+    ]
+    assert any(int(line.split()[1]) > PROBE_BYTES for line in sent)
 
 
 @pytest.mark.matrix

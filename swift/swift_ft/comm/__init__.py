@@ -23,10 +23,21 @@ if TYPE_CHECKING:
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
 """Environment in which every backend listens on the loopback interface alone."""
 
+NCCL_ENVIRONMENT = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # the watchdog would end the process when a peer is lost
+    "TORCH_NCCL_DESYNC_DEBUG": "0",  # turns that on
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # a monitor would end the process while an abort waits
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # the watchdog would call the store of a generation that is over
+    "TORCH_NCCL_BLOCKING_WAIT": "0",  # the host would wait for each message
+    "TORCH_NCCL_NONBLOCKING_TIMEOUT": "30",  # seconds that a connection waits for a lost peer, instead of 1800
+    "NCCL_NVLS_ENABLE": "0",  # multicast memory is not given back by every abort
+}
+"""Environment of a rank. NCCL's communicators are made in this one alone."""
+
 
 def default_backend(service_ports: Callable[[], Iterable[int]] = tuple) -> "Backend":
     """Returns the backend: gloo, which carries a device's tensors by way of pinned memory, or with a library of the
-    accelerator's (`swift_ft.comm.nccl.Library`) if its package offers one.
+    accelerator's (`swift_ft.comm.nccl.Library`): one that its package offers, or NCCL for CUDA.
 
     `service_ports`: returns the current ports of swift's own services. Connections to them belong to no backend.
     """
@@ -35,9 +46,9 @@ def default_backend(service_ports: Callable[[], Iterable[int]] = tuple) -> "Back
     from swift_ft.comm.gloo import GlooBackend
 
     kind = torch.accelerator.current_accelerator()
-    if kind is not None:
-        for offered in entry_points(group="swift_ft.communicators", name=kind.type):
-            from swift_ft.comm.nccl import NcclBackend
+    offered = [] if kind is None else [*entry_points(group="swift_ft.communicators", name=kind.type)]
+    if offered or (kind is not None and kind.type == "cuda" and torch.distributed.is_nccl_available()):
+        from swift_ft.comm.nccl import NcclBackend, TorchNccl
 
-            return NcclBackend(service_ports, offered.load()())
+        return NcclBackend(service_ports, offered[0].load()() if offered else TorchNccl())
     return GlooBackend(service_ports)

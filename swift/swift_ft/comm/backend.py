@@ -205,12 +205,16 @@ class Fabric(Protocol):
         """Marks the end of connecting: sockets that this process opens from now on are not the fabric's."""
 
     def arriving(self) -> Accelerator | None:
-        """Returns the device that has had messages whose waits order streams only, while the host goes on; else
-        None."""
+        """Returns the device that has had messages whose waits order streams only, while the host goes on, since the
+        last check that covered all; else None."""
+
+    def begin_check(self) -> Callable[[], None]:
+        """Returns what the host calls once it has waited for the current stream of the device, up to now: it raises as
+        `check_arrived`, and covers the messages that the stream is behind."""
 
     def check_arrived(self) -> None:
-        """(the host has waited for what `arriving` returns, behind the messages) Raises RuntimeError if an abort may
-        have ended one of them: then it has left garbage."""
+        """Raises RuntimeError if an abort may have ended a message, which then has left garbage. Says so before the
+        device goes on."""
 
     def abort(self) -> None:
         """(any thread, any number of times) Frees all waiting threads. See the module's guarantees."""

@@ -106,6 +106,9 @@ class GlooFabric:
     def arriving(self) -> Accelerator | None:
         return None
 
+    def begin_check(self) -> Callable[[], None]:
+        return self.check_arrived
+
     def check_arrived(self) -> None:
         pass  # a wait has raised
 

@@ -377,7 +377,10 @@ class ReconfigurableGroup(torch_private.ProcessGroup):  # type: ignore[misc]
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int = 0) -> Any:
         circuit = self._messaging("send")
-        return MessageWork(circuit.send(tensors, self._place(to), tag), self._breaker())
+        message = circuit.send(tensors, self._place(to), tag)
+        if self.gate is not None:
+            self.gate.launched()
+        return MessageWork(message, self._breaker())
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int = 0) -> Any:
         circuit = self._messaging("recv")

@@ -6,6 +6,7 @@ the layout. They send as many bytes as a ring.
 Legend: n members of the group, `own` this process's place among them.
 """
 
+import threading
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -49,6 +50,12 @@ class MessageCircuit:
         self._messages = Messages(wire, own, n, number)
         self._runner = runner
         self._stream: Any = None
+        self._behind = 0
+        """Collectives on a device that the caller's stream is not behind yet."""
+
+    @property
+    def is_settled(self) -> bool:
+        return not self._behind
 
     def submit(self, run: Collective) -> Task:
         messages = self._messages
@@ -75,7 +82,12 @@ class MessageCircuit:
         def continued() -> None:
             for event in done:
                 device.hold(event)
+            if not waited.is_set():
+                waited.set()
+                self._behind -= 1
 
+        waited = threading.Event()
+        self._behind += 1
         task = self._runner.submit(carry_out)
         task.continued = continued
         return task

@@ -8,28 +8,35 @@ stream of the communicator's, and holds that stream until the peer has its half 
   both sides begin with their sends do not stand in one stream. All other messages (those that are told apart by tags,
   those of groups of some of the members, those between members that are far apart) go by way of gloo (`staging`).
 - Communicators are connected while a generation is built, by a runner that can be left behind, for the device that is
-  then the process's current one: so that is to be set before the session begins. Two ranks of one device have none.
+  then in use: so that is to be set up before the session begins. Two ranks of one device have none.
 - No wait of the host's raises when a peer is lost. The stream stands still until the watcher aborts all communicators
   of the fabric in one call. Then the kernels end and leave garbage, and what was queued behind them computes with it.
   So whoever makes that last waits for the device once and then calls `check_arrived`: a flag that is set *before* the
-  abort says whether all has arrived (`swift_ft.device.Readings.settle`). So does whoever records a tensor in the log.
+  abort says whether all has arrived (`swift_ft.device.Readings.settle`). Whoever records a tensor in the log asks for
+  that flag once its copy is over.
 - Memory that a message uses is kept until a stream is ordered behind it, or the abort has returned.
 """
 
+import os
 import threading
+import time
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from swift_ft.comm import NCCL_ENVIRONMENT
 from swift_ft.comm.backend import COLLECTIVES, GROUPS, first_tag
 from swift_ft.comm.gloo import GlooBackend, GlooConnections, GlooFabric, Sockets
 from swift_ft.comm.message_collectives import Message, MessageCircuit, SummingWire
 from swift_ft.comm.worker_thread import Broken
-from swift_ft.device import Accelerator, accelerator_of, current_accelerator
+from swift_ft.device import Accelerator, accelerator_in_use, accelerator_of, current_accelerator
+from swift_ft.errors import UsageError
 
+_POLL_S = 0.001
 _NEAR = 4
 """Places in the ring of a set of members up to which two of them have communicators: each takes time and memory."""
 
@@ -59,12 +66,103 @@ class Library(Protocol):
         """Returns what tells the device from all others of the job."""
 
     def connect(self, store: Store, own: int, timeout: timedelta) -> Communicator:
-        """(both) Returns once the two are connected. `own`: 0 in the process that sends, 1 in the other one. `store`
-        may keep what is set until its next call: one has to follow before the peer is waited for."""
+        """(both) Connects the two; the first message may have to wait for it. `own`: 0 in the process that sends, 1 in
+        the other one. `store` may keep what is set until its next call: one has to follow before the peer is waited
+        for. Raises RuntimeError, and UsageError if the process is not set up for it."""
 
     def abort(self, communicators: Sequence[Communicator]) -> None:
         """(any thread) Ends their kernels, and returns once none writes any more. All that may wait for one another
-        have to be there."""
+        have to be there. Raises RuntimeError if one does not end."""
+
+
+_OPERATION_TIMEOUT = timedelta(hours=24)
+_ABORTED_WITHIN = timedelta(seconds=45)
+"""A call that waits for a connection holds its abort up for TORCH_NCCL_NONBLOCKING_TIMEOUT."""
+
+
+class TorchNccl:
+    """NCCL's communicators, each in a `ProcessGroupNCCL` of torch's that has two ranks and a stream of its own.
+
+    Facts, read in torch 2.11 to 2.13, on which this class relies:
+
+    - A group has no limit for what is under way but its timeout; a message that reaches it makes the next `wait` raise.
+    - With ``config.blocking = 0`` connecting goes on in a thread of NCCL's. The first message waits for it.
+    - `abort` does NCCL's part in a thread of its own, and waits for it, and that waits for the device. A group call of
+      NCCL's (`_group_start`) is of one thread: it would not hold several such aborts together. So each communicator is
+      aborted by a thread here, all at the same time.
+    - The end of a group joins its watchdog, which sleeps for a minute after an error, and ends a communicator that has
+      not been aborted, which may wait for a lost peer. So groups are kept as long as the process.
+    """
+
+    _groups: ClassVar[list[Any]] = []
+
+    def identity(self, device: Accelerator) -> str:
+        """Returns the GPU's own name. Raises UsageError if torch would handle a lost peer in a way of its own."""
+        wrong = [name for name, value in NCCL_ENVIRONMENT.items() if os.environ.get(name) != value]
+        if wrong:
+            needed = " ".join(f"{name}={NCCL_ENVIRONMENT[name]}" for name in wrong)
+            raise UsageError(
+                f"NCCL would not leave a lost peer to the session: set {needed}, as swift-ft run does"
+            )
+        if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
+            raise UsageError(
+                "TORCH_DISTRIBUTED_DEBUG=DETAIL ends a process whose NCCL peer is lost: leave it out"
+            )
+        properties: Any = torch.get_device_module(device.torch).get_device_properties(device.torch)
+        shared = (
+            os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+        )  # ranks of one GPU may connect (NCCL 2.30)
+        return f"{properties.uuid}{f' of {uuid.uuid4()}' if shared else ''}"
+
+    def connect(self, store: Store, own: int, timeout: timedelta) -> Communicator:
+        groups: Any = torch.distributed.ProcessGroupNCCL
+        options = groups.Options(is_high_priority_stream=False)
+        options.config.blocking = 0
+        options._timeout = _OPERATION_TIMEOUT
+        group = groups(store, own, 2, options)
+        self._groups.append(group)
+        group.eager_connect_single_device(current_accelerator().torch)
+        store.check(["0"])  # NCCL's id leaves a store that has kept it
+        return _TwoRanks(group, own)
+
+    def abort(self, communicators: Sequence[Communicator]) -> None:
+        errors: list[RuntimeError] = []
+
+        def abort(group: Any) -> None:
+            try:
+                group._set_default_timeout(_ABORTED_WITHIN)
+                group.abort()
+            except RuntimeError as error:
+                errors.append(error)
+
+        ours = (each for each in communicators if isinstance(each, _TwoRanks))
+        # Those that send first: garbage that an abort leaves is not sent on.
+        threads = [
+            threading.Thread(target=abort, args=(each.group,), name="swift-nccl-abort", daemon=True)
+            for each in sorted(ours, key=lambda each: each.own)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+
+
+class _TwoRanks:
+    """A `Communicator`. Messages are bytes: NCCL does not know every element type."""
+
+    def __init__(self, group: Any, own: int) -> None:
+        self.group = group
+        self.own = own
+
+    def send(self, tensor: torch.Tensor) -> Queued:
+        work: Queued = self.group.send([tensor.view(-1).view(torch.uint8)], 1, 0)
+        return work
+
+    def recv(self, tensor: torch.Tensor) -> Queued:
+        work: Queued = self.group.recv([tensor.view(-1).view(torch.uint8)], 0, 0)
+        return work
 
 
 class _Pair(NamedTuple):
@@ -99,21 +197,27 @@ class NcclFabric(GlooFabric):
         self._aborting = threading.Lock()
         self._communicators: list[Communicator] = []
         self._in_flight: set[_Message] = set()
-        self._arriving: Accelerator | None = None
-        """The device, from its first message on: what a wait has left under way is not known one by one."""
+        self._unended: RuntimeError | None = None
+        """Why some kernel may still write: its abort has failed."""
+        self._device: Accelerator | None = None
+        """The device, from its first message on."""
+        self._queued = self._covered = 0
+        """Messages; and those that a check has covered."""
+        self._circuits: list[MessageCircuit] = []
 
     def connect(self, store: Store, own: int, size: int, timeout: timedelta) -> "NcclConnections":
         control = super().connect(PrefixStore("control", store), own, size, timeout)
-        device = current_accelerator()
+        device = accelerator_in_use()
         near: list[int] = []
 
         def meet() -> None:
-            """Finds the members with which this one can have communicators. Two ranks on one device cannot."""
-            identity = self._library.identity(device)
+            """Finds the members with which this one can have communicators. Two ranks on one device cannot, nor can one
+            that uses none."""
+            identity = "" if device is None else self._library.identity(device)
             store.set(f"device-{own}", identity)
             for other in (place for place in range(size) if place != own):
                 theirs = store.get(f"device-{other}").decode()
-                if theirs != identity and _distance(own, other, size) <= _NEAR:
+                if identity and theirs not in ("", identity) and _distance(own, other, size) <= _NEAR:
                     near.append(other)
 
         self.build(meet)
@@ -123,6 +227,8 @@ class NcclFabric(GlooFabric):
         """Connects with each of the others, which do the same. All go by one order of the pairs: no two wait for each
         other."""
         made: dict[tuple[int, int], Communicator] = {}
+        if not others:
+            return {}
         device = current_accelerator()  # of this thread
 
         def connect() -> None:
@@ -131,10 +237,24 @@ class NcclFabric(GlooFabric):
             for source, target in sorted(pairs):
                 place = PrefixStore(f"{source}-{target}", store)
                 made[source, target] = self._kept(self._library.connect(place, int(own == target), timeout))
+            # A first message, so that no later one waits for a connection.
+            for (source, _), communicator in sorted(made.items(), key=lambda each: each[0]):
+                call = communicator.send if source == own else communicator.recv
+                probe = torch.zeros(1, device=device.torch)
+                _Message(call(probe), probe, self._in_flight).finish()
+            self._wait(device, timeout)
 
-        if others:
-            self.build(connect)
+        self.build(connect)
         return {other: _Pair(made[own, other], made[other, own]) for other in others}
+
+    def _wait(self, device: Accelerator, timeout: timedelta) -> None:
+        """(a runner) Waits for its stream. Raises RuntimeError after an abort or the timeout."""
+        over, deadline = device.mark(), time.monotonic() + timeout.total_seconds()
+        while not over.query():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"NCCL connection: no first message within {timeout.total_seconds():g} s")
+            time.sleep(_POLL_S)
+        self.check_arrived()
 
     def _kept(self, communicator: Communicator) -> Communicator:
         with self._aborting:
@@ -144,15 +264,31 @@ class NcclFabric(GlooFabric):
             self._communicators.append(communicator)
         return communicator
 
+    def add(self, circuit: MessageCircuit) -> None:
+        self._circuits.append(circuit)
+
     def queue(self, call: Callable[[torch.Tensor], Queued], tensor: torch.Tensor) -> "_Message":
         if self._aborted:
             raise Broken("connection of an ended generation")
-        message = _Message(call(tensor), tensor, self._in_flight)
-        self._arriving = accelerator_of(tensor.device)
-        return message
+        self._device = accelerator_of(tensor.device)
+        self._queued += 1  # two threads at once may lose one: their circuit is not settled
+        return _Message(call(tensor), tensor, self._in_flight)
 
     def arriving(self) -> Accelerator | None:
-        return self._arriving
+        return self._device if self._queued > self._covered or not self._is_ordered() else None
+
+    def _is_ordered(self) -> bool:
+        """Returns whether the trainer's stream is behind all messages."""
+        return not self._in_flight and all(circuit.is_settled for circuit in self._circuits)
+
+    def begin_check(self) -> Callable[[], None]:
+        queued = self._queued if self._is_ordered() else self._covered
+
+        def check() -> None:
+            self.check_arrived()
+            self._covered = queued
+
+        return check
 
     def check_arrived(self) -> None:
         if self._aborted:
@@ -163,10 +299,18 @@ class NcclFabric(GlooFabric):
         with self._aborting:
             communicators, self._communicators = self._communicators, []
             if communicators:
-                self._library.abort(communicators)
+                try:
+                    self._library.abort(communicators)
+                except (
+                    RuntimeError
+                ) as error:  # this is the watcher: the trainer's thread hears of it in `close`
+                    self._unended = error
 
     def close(self) -> None:
+        """Raises AcceleratorError if an abort has failed: some kernel never ends, or writes to memory of others."""
         super().close()
+        if self._unended is not None:
+            raise torch.AcceleratorError(f"the device has not ended its messages: {self._unended}")
         self._in_flight.clear()
 
 
@@ -198,7 +342,9 @@ class NcclConnections(GlooConnections):
         )
         staged = self.staged(places, label)
         wire = _Wire(self._nccl, staged, tuple(places), self._messages, collectives, first_tag(number))
-        return self.circuit_over(wire, places, number, label)
+        circuit = self.circuit_over(wire, places, number, label)
+        self._nccl.add(circuit)
+        return circuit
 
     def _lane(self, name: str, others: Sequence[int]) -> _Lane:
         return self._nccl.lane(PrefixStore(name, self._store), self.own, others, self._timeout)

@@ -20,7 +20,6 @@ from swift_ft.comm.backend import Backend, Collective, Connections, Fabric, Pend
 from swift_ft.comm.groups import ReconfigurableGroup
 from swift_ft.comm.message_collectives import Alone
 from swift_ft.comm.worker_thread import Task
-from swift_ft.device import Accelerator
 from swift_ft.text import LASTING_KEYS
 
 # Connections without peers: every collective is answered as if all members had this one's data.
@@ -201,14 +200,10 @@ class ProcessGroups:
         if broken is not None:
             raise RuntimeError(f"process group: {broken}")
 
-    def arriving(self) -> Accelerator | None:
-        """Returns as `Fabric.arriving`."""
-        return None if self._fabric is None else self._fabric.arriving()
-
-    def check_arrived(self) -> None:
-        """Raises as `Fabric.check_arrived`."""
-        if self._fabric is not None:
-            self._fabric.check_arrived()
+    @property
+    def fabric(self) -> Fabric | None:
+        """Returns what connects the members of this generation."""
+        return self._fabric
 
     def tear_down(self) -> None:
         """Ends the groups of this generation."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.elastic.multiprocessing import Std
 
+from swift_ft.comm import NCCL_ENVIRONMENT
 from swift_ft.errors import UsageError
 from swift_ft.files import make_directory
 from swift_ft.launch.worker import Program
@@ -134,7 +135,8 @@ def rank_env(
         "TORCHELASTIC_MAX_RESTARTS": str(machine.max_restarts),
         "TORCHELASTIC_RUN_ID": machine.run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        # The session refuses other values where it uses NCCL.
+        **{name: os.environ.get(name, value) for name, value in NCCL_ENVIRONMENT.items()},
         # cuBLAS reads it with its first handle; the session refuses values that do not give the same bits each time.
         "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),
         "SWIFT_INCARNATION": incarnation,

@@ -11,7 +11,7 @@ open. Native byte order; both ends are processes of one machine and one installa
        at 4096, 128 each  streams, by number: name [64], acknowledged sequence of each copy [2] (-1: none yet)
     data, `capacity`      records, one after the other, each at a multiple of 64 bytes
 
-    record, 128 bytes     0 length with header and filling, 8 kind (1 record, 2 padding: the rest of this round),
+    record, 128 bytes     0 length with header and filling, 8 kind (1 record, 2 padding: no record),
                           16 sequence in copy 0 (-1: not sent yet), 24 step, 32 microbatch, 36 slot, 40 stream,
                           44 element type, 45 dimensions, 48 body bytes, 56 sequence in copy 1, 64 shape [8]
     body
@@ -330,6 +330,11 @@ def body_at(memory: Memory, end: int, size: int) -> int:
     """Returns the offset, in the data area, of the body of the record that ends at this position."""
     total = -(-(HEADER_BYTES + size) // ALIGN) * ALIGN
     return (end - total) % memory.capacity + HEADER_BYTES
+
+
+def make_padding(memory: Memory, end: int, size: int) -> None:
+    """(before the head has passed it) Turns the record that ends at this position into padding: it is never read."""
+    memory.numbers[(body_at(memory, end, size) - HEADER_BYTES) // 8 + 1] = _PADDING
 
 
 def producer(memory: Memory, wake: int) -> Producer:

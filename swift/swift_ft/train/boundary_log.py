@@ -22,12 +22,12 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from swift_ft import torch_private
 from swift_ft.comm.process_groups import Interrupted
-from swift_ft.device import Accelerator, Event, Readings, accelerator_of
+from swift_ft.device import Accelerator, Event, Readings, accelerator_of, surely
 from swift_ft.errors import LogInterrupted, RecordMissing, ReplayRefused, ServiceError, UsageError
 from swift_ft.log import record as streams
 from swift_ft.log.reader import LogReader, ReadFilter, StreamCursor
 from swift_ft.log.record import Record, RecordKey
-from swift_ft.log.ring import CONTROL_BYTES, body_at
+from swift_ft.log.ring import CONTROL_BYTES, body_at, make_padding
 from swift_ft.log.sidecar_client import SidecarWriter
 from swift_ft.planner.assignment import Assignment
 from swift_ft.planner.groups import RecoveryGroups
@@ -188,7 +188,12 @@ class HostCapture:
 
 class _UnderWay(NamedTuple):
     end: int
+    size: int
+    reached: Event
+    """The device has computed the tensor."""
     event: Event
+    is_whole: Callable[[], bool]
+    """(the event is over) Returns whether it was computed with whole messages."""
 
 
 class DeviceCapture:
@@ -197,11 +202,21 @@ class DeviceCapture:
     The ring's head passes a record once its event is over and all records before it are complete. So a record is in
     the ring whole or not at all, and copies under way are lost if the trainer dies. A CPU tensor is copied by the
     caller: lent to the copier, it could be released only after the device's records before it.
+
+    A message that an abort has ended leaves garbage, and what was computed with it is not logged: the fabric says so
+    before the device goes on, and is asked once the copy is over.
     """
 
-    def __init__(self, writer: SidecarWriter, device: Accelerator) -> None:
+    def __init__(
+        self,
+        writer: SidecarWriter,
+        device: Accelerator,
+        wholeness: Callable[[], Callable[[], bool]] = lambda: surely,
+    ) -> None:
+        """`wholeness`: `Readings.wholeness`."""
         self._writer = writer
         self._device = device
+        self._wholeness = wholeness
         self._side = device.new_stream()
         self._host = HostCapture(writer)
         self._under_way: deque[_UnderWay] = deque()
@@ -223,9 +238,9 @@ class DeviceCapture:
             return
         at = body_at(self._memory, end, size)
         source = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
-        self._device.copy_out(self._ring[at : at + size], source, self._side)
+        reached = self._device.copy_out(self._ring[at : at + size], source, self._side)
         event = self._device.mark(self._side)
-        self._under_way.append(_UnderWay(end, event))
+        self._under_way.append(_UnderWay(end, size, reached, event, self._wholeness()))
         if now or flat.is_inference():
             self._device.hold(event)
         else:
@@ -244,11 +259,13 @@ class DeviceCapture:
 
     def finish(self) -> None:
         """(the writer, off the training path) Waits until all copies under way are published. Raises ServiceError if
-        the device takes too long."""
+        a copy takes too long. Until it can begin, the device computes, or waits for a peer."""
         deadline = time.monotonic() + _COPIED_WITHIN_S
         self._publish()
         while self._under_way:
-            if time.monotonic() > deadline:
+            if not self._under_way[0].reached.query():
+                deadline = time.monotonic() + _COPIED_WITHIN_S
+            elif time.monotonic() > deadline:
                 raise ServiceError(f"the device has not copied a tensor within {_COPIED_WITHIN_S:g} s")
             time.sleep(_POLL_S)
             self._publish()
@@ -257,7 +274,10 @@ class DeviceCapture:
         """Publishes the copies that are complete. Does not wait."""
         end = -1
         while self._under_way and self._under_way[0].event.query():
-            end = self._under_way.popleft().end
+            copied = self._under_way.popleft()
+            end = copied.end
+            if not copied.is_whole():
+                make_padding(self._memory, end, copied.size)
         if end >= 0:
             self._producer.complete(end)
         while self._lent and self._lent[0].end <= end:
@@ -277,14 +297,15 @@ class Captures:
     """The capture of a rank: a device's from its first tensor of a device on. A trainer may set its device up after the
     log is open."""
 
-    def __init__(self, writer: SidecarWriter) -> None:
+    def __init__(self, writer: SidecarWriter, wholeness: Callable[[], Callable[[], bool]]) -> None:
         self._writer = writer
+        self._wholeness = wholeness
         self._chosen: HostCapture | DeviceCapture = HostCapture(writer)
 
     def record(self, stream: str, key: RecordKey, tensor: torch.Tensor, *, now: bool, keep: bool) -> None:
         if tensor.device.type != "cpu" and isinstance(self._chosen, HostCapture):
             self._chosen.wait_copied()
-            self._chosen = DeviceCapture(self._writer, accelerator_of(tensor.device))
+            self._chosen = DeviceCapture(self._writer, accelerator_of(tensor.device), self._wholeness)
         self._chosen.record(stream, key, tensor, now=now, keep=keep)
 
     def wait_copied(self) -> None:
@@ -490,6 +511,8 @@ class Channel:
         self._check_whole = check_whole  # raises RuntimeError if a collective was broken
         self._check = check  # raises Interrupted once a newer generation is published
         self._opened: Capture | None = None
+        self._to_record: deque[tuple[str, RecordKey, torch.Tensor]] = deque()
+        """Sent tensors whose messages are about to be launched."""
         self._reader: LogReader | None = None
         self._cursors: dict[str, StreamCursor] = {}
         self._share: ReadFilter | None = None
@@ -569,7 +592,7 @@ class Channel:
         """(once) Logs into this writer from now on."""
         if self._opened is not None:
             raise AssertionError("Channel.open: the log is open already")
-        self._opened = Captures(writer)
+        self._opened = Captures(writer, self.readings.wholeness)
 
     def keep_nothing(self) -> None:
         """(a warm-up, once) Like `open`, without a log."""
@@ -583,11 +606,13 @@ class Channel:
 
     def wait_copied(self) -> None:
         """Waits until the memory of all sent tensors may be reused."""
+        self.launched()
         self._capture.wait_copied()
 
     def drop_step(self) -> None:
         """Releases the step's lent tensors without checking them: the step is done again and compared then."""
         self.readings.drop()
+        self._to_record.clear()
         self._capture.drop()
 
     def begin_step(self, step: int) -> None:
@@ -642,6 +667,7 @@ class Channel:
         other._opened = capture
         other._witness = None  # the witness covers this rank's own stages only
         other._cursors = {}
+        other._to_record = deque()
         other.clock = ReplayClock()
         other.shapes = self.shapes.for_helper()
         other.randomness = copy.copy(self.randomness)
@@ -744,9 +770,27 @@ class Channel:
             place = (slot << 1) + (direction == BACKWARD)
             witness.saw(SENT, stage, microbatch, place, tensor)
 
-    def sent(self, stage: int, direction: str, microbatch: int, slot: int, tensor: torch.Tensor) -> None:
+    def sent(
+        self,
+        stage: int,
+        direction: str,
+        microbatch: int,
+        slot: int,
+        tensor: torch.Tensor,
+        *,
+        launched: bool = True,
+    ) -> None:
+        """Records what a stage sends. `launched`: False if its message is going to be: then once it is."""
         key = RecordKey(self._step, microbatch, slot)
-        self._record(self.stream(stage, direction), key, tensor, now=False)
+        self._to_record.append((self.stream(stage, direction), key, tensor))
+        if launched:
+            self.launched()
+
+    def launched(self) -> None:
+        """(a message has been launched) Records what was sent. The message does not wait for that, and a rank that dies
+        in between has only lost one record more: its replay makes those that lack."""
+        while self._to_record:
+            self._record(*self._to_record.popleft(), now=False)
 
     def hand_in(self, stream: str, key: RecordKey, tensor: torch.Tensor) -> None:
         """(replay) Logs a tensor that a helper has computed and that the log lacks."""
@@ -755,6 +799,7 @@ class Channel:
     @contextmanager
     def computing(self, stage: int, direction: str, microbatch: int = 0) -> Iterator[None]:
         """Returns a context that measures what a stage computes for one microbatch."""
+        self.launched()  # the latest: what is computed may change what was sent
         self._in_microbatch = microbatch
         began = time.perf_counter()
         with self.profile.computing(stage, direction):
@@ -789,14 +834,14 @@ class Channel:
 
     def note(self, stream: str, key: RecordKey, tensor: torch.Tensor) -> None:
         """Records a tensor for a later rehearsal of this rank's step."""
-        self.readings.settle_arrivals()
+        self.readings.check_arrived()
         self._check_whole()
         if not (self.rehearsing or self.unsettled):
             self._capture.record(stream, key, tensor, now=True, keep=False)
 
     def _record(self, stream: str, key: RecordKey, tensor: torch.Tensor, now: bool) -> None:
         """Logs `tensor`, unless the step may be taken back. ``now``: it may change after the call."""
-        self.readings.settle_arrivals()  # a record of what an abort has left would differ from the repeated step's
+        self.readings.check_arrived()  # a record of what an abort has left would differ from the repeated step's
         self._check_whole()
         if self.rehearsing or self.unsettled:
             return

@@ -33,8 +33,8 @@ class Gate:
 
     (session) ``bind`` → ``around`` the trainer's function, ``passing`` around communication of torch or the session
     in it
-    (groups) ``collective``, ``message``, ``used``, ``messaged``, ``reducing``; (schedules) ``scheduled``; (torch,
-    before it pickles) ``pickles``; (default group) ``new_group``
+    (groups) ``collective``, ``message``, ``used``, ``messaged``, ``launched``, ``reducing``; (schedules)
+    ``scheduled``; (torch, before it pickles) ``pickles``; (default group) ``new_group``
     """
 
     def __init__(self) -> None:
@@ -132,6 +132,10 @@ class Gate:
 
     def messaged(self) -> None:
         self._parts()[1].communicates()
+
+    def launched(self) -> None:
+        """(a message has been sent) Records it."""
+        self._parts()[0].launched()
 
     def scheduled(self) -> None:
         """(a schedule is called) Raises UsageError where that is not possible."""

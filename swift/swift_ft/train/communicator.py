@@ -29,8 +29,8 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from swift_ft import events, torch_private, warm_up
 from swift_ft._pb import coordinator_pb2 as pb
-from swift_ft.comm import default_backend
 from swift_ft.comm.backend import Fabric
+from swift_ft.comm.gloo import GlooBackend
 from swift_ft.comm.groups import ReconfigurableGroup
 from swift_ft.comm.rank_store import CoordinatorStore, stores_of
 from swift_ft.errors import Fenced, JobFailed, MembersLost, ServiceError, SwiftError, UsageError
@@ -71,7 +71,8 @@ class Communicator:
         self.slot = place.rank
         """The number that this process was started with (`RANK`)."""
         self._member = Member(place.coordinator, place.job, place.rank, place.incarnation)
-        self._backend = default_backend(self._service_ports)
+        # Not NCCL: its operations raise no error here, which a script's own decisions rest on.
+        self._backend = GlooBackend(self._service_ports)
         self._stores = stores_of(self._member.client)
         self._lock = threading.Lock()
         self._generation = 0

@@ -578,6 +578,7 @@ class ReroutedCall:
         for position, op in enumerate(ops):
             tag = self._tag(backward, stage.stage_index, action, position)
             self._sends.append(self._world.send([op.tensor.detach().contiguous()], to, tag))
+        self._channel.launched()
 
     def _do(
         self, schedule: Any, stages: Mapping[int, Any], action: Action, of: Inputs, call: dict[str, Any]

@@ -504,7 +504,7 @@ class Session:
             communicator.check_whole,
             RecoveryGroups.parse(config.groups),
         )
-        channel.readings.arrivals = communicator
+        channel.readings.arrivals = lambda: communicator.fabric
         channel.finishes_cut_steps = config.finishes_cut_steps
         losses = Losses(rank, config.non_finite_loss, channel)
         witness = Witness(

@@ -380,11 +380,15 @@ class _Logged(_Base):
         for destination, slot, op in zip(destinations, _slots(destinations), ops, strict=True):
             self._channel.profile.sent(self.stage_index, destination, op.tensor.nbytes)
             self._channel.sends(self.stage_index, direction, self._microbatch(mb), slot, op.tensor)
+            launched = self._channel.replaying and self._from_log(self.stage_index, destination)
             if self._channel.logs(self.stage_index, destination):
-                self._channel.sent(self.stage_index, direction, self._microbatch(mb), slot, op.tensor)
-            if not self._from_log(self.stage_index, destination):
+                microbatch = self._microbatch(mb)
+                self._channel.sent(
+                    self.stage_index, direction, microbatch, slot, op.tensor, launched=launched
+                )
+            if not launched:
                 live.append(op)
-        return live if self._channel.replaying else ops
+        return live
 
     def _fill(self, infos: tuple[Any, ...], direction: str, mb: int) -> None:
         for slot, info in self._by_slot(infos):

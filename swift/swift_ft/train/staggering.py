@@ -35,6 +35,7 @@ from swift_ft import events
 from swift_ft.comm.backend import Misspeculated
 from swift_ft.comm.groups import ReconfigurableGroup
 from swift_ft.comm.worker_thread import Task
+from swift_ft.device import Arrivals
 from swift_ft.planner import Assignment
 from swift_ft.state.checkpoint_file import Snapshot
 from swift_ft.train.boundary_log import Channel
@@ -89,9 +90,13 @@ class Norm:
         max_norm: float,
         *,
         of_flags: bool = False,
+        arrivals: Arrivals | None = None,
     ) -> None:
         """`parts`: each rank's part, valid once `task` is done; `places`: of one rank per stage group, in their order.
-        `of_flags`: the parts are a gradient scaler's inf flags instead of gradient norms."""
+        `of_flags`: the parts are a gradient scaler's inf flags instead of gradient norms. `arrivals`: of the generation
+        in which they are exchanged."""
+        self._arrivals = arrivals
+        self._clips: bool | None = None
         self._of_flags = of_flags
         self._task = task
         self._parts = parts
@@ -114,7 +119,12 @@ class Norm:
 
     def clips(self) -> bool:
         """Returns whether the norm clips. Waits and raises like `value`."""
-        return clips(self.value(), self._max_norm)
+        if self._clips is None:
+            clipped = clips(self.value(), self._max_norm)  # waits for a device
+            if self._arrivals is not None:
+                self._arrivals.check_arrived()  # not before: an abort may end the wait
+            self._clips = clipped
+        return self._clips
 
     def why(self) -> str:
         """(if it clips) Returns the reason in words."""
@@ -125,7 +135,12 @@ class Norm:
     @property
     def known_not_to_clip(self) -> bool:
         """The norm has arrived and does not clip. Does not wait."""
-        return self._task.done and self._task.error is None and not self.clips()
+        if not self._task.done or self._task.error is not None:
+            return False
+        try:
+            return not self.clips()
+        except RuntimeError:  # a rank is lost
+            return False
 
 
 class _Pending(NamedTuple):
@@ -213,7 +228,8 @@ class Staggering(Participant):
         for place, slot in enumerate(self._world.present):
             first.setdefault(slots[slot].stage_group, place)
         places = [place for _, place in sorted(first.items())]
-        norm = Norm(task, parts, places, norm_type, max_norm, of_flags=of_flags)
+        arrivals = self._channel.readings.arrivals()
+        norm = Norm(task, parts, places, norm_type, max_norm, of_flags=of_flags, arrivals=arrivals)
         self._norms.append(norm)
         return norm
 

@@ -1,4 +1,4 @@
-"""Stages on the simulated device, and what the host waits for there: `-m … UPDATES REPLICAS STEPS DIRECTORY`.
+"""Stages on the simulated device, and what the host waits for there: `-m … UPDATES REPLICAS STEPS DIRECTORY WIRE`.
 
 Writes `RANK.PID` there: a line of JSON for each step with its number, whether it was replayed, and for each wait
 [what, "line < its caller's < …", how often].
@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B
 
 import swift_ft
+from swift_ft.comm import NCCL_ENVIRONMENT
 from tests.device import simulated
 
 UPDATES, REPLICAS, STEPS, DIRECTORY = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+WIRE = sys.argv[5]
 WIDTH, BATCH, MICROBATCHES = 16, 8, 4
 
 
@@ -41,6 +43,10 @@ def loss(given: Tensor, wanted: Tensor) -> Tensor:
 
 def main() -> None:
     simulated.load()
+    torch.accelerator.set_device_index(0)
+    if WIRE == "nccl":
+        os.environ.update(NCCL_ENVIRONMENT, FAKE_NCCL=str(DIRECTORY.parent))
+        sys.path.append(str(Path(simulated.__file__).with_name("plugin_nccl")))
     with swift_ft.Session.from_env(
         checkpoint_every=100, replicas=REPLICAS, updates=UPDATES, bucket_bytes=512
     ) as session:

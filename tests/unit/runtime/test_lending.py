@@ -82,6 +82,21 @@ def test_sends_are_lent_and_the_rest_is_copied_at_once(channel: Channel, ring: R
     assert ring.taken[-1][-1] is True
 
 
+def test_a_tensor_is_recorded_once_its_message_is_launched(channel: Channel, ring: Ring) -> None:
+    channel.sent(1, FORWARD, 0, 0, torch.ones(4), launched=False)
+    channel.sent(1, BACKWARD, 0, 0, torch.ones(4), launched=False)
+    assert not ring.taken
+    channel.launched()
+    assert [stream for stream, *_ in ring.taken] == ["s1.F", "s1.B"]
+    channel.sent(1, FORWARD, 1, 0, torch.ones(4), launched=False)
+    channel.wait_copied()  # at the latest: what follows may overwrite it
+    assert [key.microbatch for _, key, *_ in ring.taken] == [0, 0, 1]
+    channel.sent(1, FORWARD, 2, 0, torch.ones(4), launched=False)
+    channel.drop_step()
+    channel.launched()
+    assert len(ring.taken) == 3
+
+
 def test_a_lent_tensor_is_kept_until_it_is_copied(channel: Channel, ring: Ring) -> None:
     channel.sent(1, FORWARD, 0, 0, torch.ones(4))
     channel.sent(1, FORWARD, 1, 0, torch.ones(4))

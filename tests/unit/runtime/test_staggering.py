@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swift_ft.comm.backend import Misspeculated
+from swift_ft.device import Readings
 from swift_ft.errors import UsageError
 from swift_ft.planner import Assignment
 from swift_ft.train.config import SessionConfig
@@ -80,6 +81,7 @@ class Rank:
             unsettled=False,
             witness=self.witness,
             faults=SimpleNamespace(at=lambda phase, step: self.phases.append((phase, step))),
+            readings=Readings(),
         )
         self.staggering = Staggering(
             0,
@@ -282,6 +284,30 @@ def test_it_clips_where_torch_changes_gradients(norm: float, max_norm: float) ->
     torch.nn.utils.clip_grads_with_norm_([parameter], max_norm, torch.tensor(norm))
     changed = not torch.equal(parameter.grad, before)
     assert clips(torch.tensor(norm), max_norm) or not changed
+
+
+class Generation:
+    """Messages of a device. (`swift_ft.device.Arrivals`)"""
+
+    aborted = False
+
+    def check_arrived(self) -> None:
+        if self.aborted:
+            raise RuntimeError("an abort")
+
+
+def test_a_norm_whose_messages_an_abort_may_have_ended_is_not_known() -> None:
+    generation = Generation()
+    norm, heard = (
+        Norm(cast(Any, Task(done=True)), [torch.tensor(0.5)], [0], 2.0, 1.0, arrivals=cast(Any, generation))
+        for _ in range(2)
+    )
+    assert heard.known_not_to_clip
+    generation.aborted = True
+    assert heard.known_not_to_clip  # an abort after that is none of its messages'
+    with pytest.raises(RuntimeError, match="an abort"):
+        norm.clips()
+    assert not norm.known_not_to_clip
 
 
 def test_a_number_that_comes_later_is_that_number_to_torch() -> None:

@@ -1,0 +1,183 @@
+"""What passes over communicators and what does not (`swift_ft.comm.nccl`): two members, both in this process, over the
+stand-in for torch's class. Each mistake here ends in a deadlock or in garbage.
+"""
+
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from swift_ft.comm.backend import REROUTED, Pending
+from swift_ft.comm.gloo import Sockets
+from swift_ft.comm.message_collectives import MessageCircuit
+from swift_ft.comm.nccl import NcclFabric
+from swift_ft.comm.worker_thread import Broken
+from swift_ft.device import Accelerator, Readings
+from tests.device.fake_nccl import GARBAGE, FakeNccl
+from tests.device.machine import no_waits
+
+N = 1000
+PATIENCE_S = 20.0
+CONNECTED_WITHIN = timedelta(seconds=60)
+
+
+class _EachItsOwn(FakeNccl):
+    """Members have devices of their own, although they are in one process."""
+
+    _numbers = itertools.count()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._number = next(self._numbers)
+
+    def identity(self, device: Accelerator) -> str:
+        return f"device {self._number}"
+
+
+class Members:
+    def __init__(self) -> None:
+        torch.zeros(1, device="simulated")
+        self.fabrics = [NcclFabric(Sockets(tuple), _EachItsOwn()) for _ in range(2)]
+        store, circuits = HashStore(), dict[int, MessageCircuit]()
+
+        def connect(own: int) -> None:
+            made = self.fabrics[own].connect(store, own, 2, CONNECTED_WITHIN)
+            circuits[own] = made.circuit(range(2), 0, f"all{own}")
+
+        _together(lambda: connect(0), lambda: connect(1))
+        self.first, self.second = circuits[0], circuits[1]
+
+    def abort(self) -> None:
+        _together(*(fabric.abort for fabric in self.fabrics))
+
+
+def _together(*calls: Callable[[], None]) -> None:
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+@contextlib.contextmanager
+def members() -> Iterator[Members]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MASTER_ADDR", "127.0.0.1")
+        made = Members()
+        try:
+            yield made
+        finally:
+            made.abort()
+            for fabric in made.fabrics:
+                fabric.close()
+
+
+def values(first: float) -> torch.Tensor:
+    return torch.arange(float(N)) + first
+
+
+def there(first: float) -> torch.Tensor:
+    return values(first).to("simulated")
+
+
+def room() -> torch.Tensor:
+    return torch.zeros(N, device="simulated")
+
+
+def finished(*messages: Pending) -> bool:
+    """Waits for messages of one member as its streams do. Returns False if they stand still."""
+    stream = torch.Stream()
+
+    def wait() -> None:
+        torch.accelerator.set_stream(stream)
+        for message in messages:
+            message.wait()
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    waiting.join(PATIENCE_S)
+    event, deadline = stream.record_event(), time.monotonic() + PATIENCE_S
+    while not event.query() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return not waiting.is_alive() and event.query()
+
+
+def test_a_batch_of_sends_and_receives_does_not_wait_for_itself() -> None:
+    with members() as m:
+        rooms, tensors = (room(), room()), (there(1), there(2))
+        with no_waits():
+            sends = m.first.send([tensors[0]], 1, 0), m.second.send([tensors[1]], 0, 0)
+            receives = m.first.recv([rooms[0]], 1, 0), m.second.recv([rooms[1]], 0, 0)
+        assert finished(*sends, *receives)
+        assert torch.equal(rooms[0].cpu(), values(2))
+        assert torch.equal(rooms[1].cpu(), values(1))
+
+
+def test_messages_with_tags_are_told_apart_whatever_their_order() -> None:
+    with members() as m:
+        one, other = room(), room()
+        sends = [m.first.send([there(tag)], 1, REROUTED + tag) for tag in (1, 2)]
+        receives = [m.second.recv([into], 0, REROUTED + tag) for tag, into in ((2, other), (1, one))]
+        assert finished(*sends, *receives)
+        assert torch.equal(one.cpu(), values(1))
+        assert torch.equal(other.cpu(), values(2))
+
+
+def test_a_receive_that_is_posted_ahead_holds_no_other_message_up() -> None:
+    with members() as m:
+        early, room_now = room(), room()
+        ahead = m.second.recv([early], 0, REROUTED)
+        now = m.second.recv([room_now], 0, 0)
+        assert finished(m.first.send([there(1)], 1, 0), now)
+        assert torch.equal(room_now.cpu(), values(1))
+        assert finished(m.first.send([there(2)], 1, REROUTED), ahead)
+        assert torch.equal(early.cpu(), values(2))
+
+
+def test_what_an_aborted_message_still_writes_to_is_nobody_elses() -> None:
+    with members() as m:
+        into = room()
+        m.second.recv([into], 0, 0)
+        address = into.data_ptr()
+        del into
+        others = [torch.ones(N, device="simulated") for _ in range(3)]
+        assert address not in [other.data_ptr() for other in others]
+        m.abort()
+        assert all(torch.equal(other.cpu(), torch.ones(N)) for other in others)
+
+
+def test_a_step_that_computes_with_garbage_is_not_applied() -> None:
+    with members() as m:
+        readings, into, reads = Readings(), room(), list[torch.Tensor]()
+        readings.arrivals = lambda: m.fabrics[1]
+        m.second.recv([into], 0, 0).wait()  # in order of streams only
+        readings.later(into * 1, reads.append)
+        watcher = threading.Timer(0.2, m.abort)
+        watcher.start()
+        with contextlib.suppress(Broken):
+            readings.settle()
+        watcher.join()
+        assert not reads
+        assert bytes(into.cpu()[:1].view(torch.uint8).tolist()) == bytes([GARBAGE]) * 4
+
+
+def test_one_wait_covers_a_step_and_no_more() -> None:
+    with members() as m:
+        readings, into = Readings(), room()
+        readings.arrivals = lambda: m.fabrics[1]
+        sent = m.first.send([there(1)], 1, 0)
+        posted = m.second.recv([into], 0, 0)
+        sent.wait()
+        readings.settle()
+        assert m.fabrics[1].arriving() is not None  # the stream is not behind that message
+        posted.wait()
+        readings.settle()
+        with no_waits():
+            readings.settle()
+        assert m.fabrics[1].arriving() is None

@@ -1,0 +1,136 @@
+"""NCCL's communicators by torch's own class (`swift_ft.comm.nccl.TorchNccl`), of which there is a stand-in here: it
+refuses another order of the calls, other options, and an abort of one communicator after the other."""
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
+
+from swift_ft import comm
+from swift_ft.comm.gloo import GlooBackend, Sockets
+from swift_ft.comm.nccl import Communicator, NcclBackend, NcclFabric, TorchNccl
+from swift_ft.device import current_accelerator
+from swift_ft.errors import UsageError
+from tests.device.fake_nccl import FakeCommunicator, FakeNccl, ProcessGroup
+
+TIMEOUT = timedelta(seconds=60)
+PATIENCE_S = 20.0
+
+
+class _Keeping(Store):
+    """Keeps what is set until its next call, as the coordinator's does."""
+
+    def __init__(self, shared: HashStore) -> None:
+        super().__init__()
+        self._shared, self._kept = shared, dict[str, bytes]()
+
+    def set(self, key: str, value: bytes | str) -> None:
+        self._kept[key] = value if isinstance(value, bytes) else value.encode()
+
+    def get(self, key: str) -> bytes:
+        self._tell()
+        return bytes(self._shared.get(key))
+
+    def check(self, keys: list[str]) -> bool:
+        self._tell()
+        return bool(self._shared.check(keys))
+
+    def _tell(self) -> None:
+        for key, value in self._kept.items():
+            self._shared.set(key, value)
+        self._kept.clear()
+
+
+def connected(count: int) -> list[tuple[Communicator, Communicator]]:
+    """Returns both ends of each communicator."""
+    shared, library = HashStore(), FakeNccl()
+    ends: dict[tuple[int, int], Communicator] = {}
+
+    def connect(own: int) -> None:
+        store = _Keeping(shared)
+        for number in range(count):
+            ends[number, own] = library.connect(PrefixStore(f"pair-{number}", store), own, TIMEOUT)
+
+    second = threading.Thread(target=connect, args=(1,))
+    second.start()
+    connect(0)
+    second.join()
+    return [(ends[number, 0], ends[number, 1]) for number in range(count)]
+
+
+def test_a_message_of_any_type_passes_by_a_store_that_keeps_what_is_set() -> None:
+    ((source, target),) = connected(1)
+    for values in (torch.randn(3, 5), torch.arange(7, dtype=torch.int16), torch.tensor(True)):
+        room = torch.zeros_like(values).to("simulated")
+        source.send(values.to("simulated"))
+        target.recv(room).wait()
+        assert torch.equal(room.cpu(), values)
+
+
+def test_communicators_are_aborted_together_and_kept() -> None:
+    ends = [end for pair in connected(3) for end in pair]
+    for _, target in zip(ends[::2], ends[1::2], strict=True):
+        target.recv(torch.zeros(3, device="simulated"))
+    kept = len(TorchNccl._groups)
+    aborting = threading.Thread(target=FakeNccl().abort, args=(ends,), daemon=True)
+    aborting.start()
+    aborting.join(PATIENCE_S)
+    waits = aborting.is_alive()
+    FakeCommunicator.abort([end.group._communicator for end in ends])  # type: ignore[attr-defined]
+    assert not waits  # one after the other, the first would wait for the others
+    del ends, aborting
+    assert len(TorchNccl._groups) == kept >= 6
+
+
+def test_an_abort_that_fails_ends_the_rank_and_frees_nothing() -> None:
+    fabric = NcclFabric(Sockets(tuple), FakeNccl())
+    ((_, target),) = connected(1)
+    fabric._kept(target)
+    room = torch.zeros(3, device="simulated")
+    fabric.queue(target.recv, room)
+    with pytest.MonkeyPatch.context() as patch:
+
+        def never(_: ProcessGroup) -> None:
+            raise RuntimeError("timed out")
+
+        patch.setattr(ProcessGroup, "abort", never)
+        fabric.abort()
+        with pytest.raises(torch.AcceleratorError, match="timed out"):
+            fabric.close()
+    assert fabric._in_flight
+    FakeNccl().abort([target])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        ("TORCH_NCCL_ENABLE_MONITORING", ""),
+        ("NCCL_NVLS_ENABLE", "1"),
+        ("TORCH_DISTRIBUTED_DEBUG", "detail"),
+    ],
+)
+def test_an_environment_in_which_torch_ends_the_process_is_refused_by_name(name: str, value: str) -> None:
+    library, device = FakeNccl(), current_accelerator()
+    with pytest.MonkeyPatch.context() as patch:
+        for each, needed in comm.NCCL_ENVIRONMENT.items():
+            patch.setenv(each, needed)
+        assert library.identity(device) == library.identity(device)
+        patch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+        assert library.identity(device) != library.identity(device)
+        patch.setenv(name, value)
+        with pytest.raises(UsageError, match=name):
+            library.identity(device)
+
+
+def test_cuda_has_nccl_without_a_package_that_offers_it() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+        patch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+        backend = comm.default_backend()
+        assert isinstance(backend, NcclBackend)
+        assert type(backend._library) is TorchNccl
+        patch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+        assert type(comm.default_backend()) is GlooBackend
