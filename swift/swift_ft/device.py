@@ -12,6 +12,7 @@ returns, needs none of this. What only CUDA has stands in `Cuda`; `torch.cuda` i
 import contextlib
 import ctypes
 import functools
+import importlib
 import math
 import os
 import re
@@ -129,8 +130,8 @@ class Accelerator:
         return {"device": self.torch.type}
 
     def compile(self, source: str, name: str) -> Callable[..., None] | None:
-        """Compiles C++ that has one kernel, without fused products and sums. Returns None where that cannot be done;
-        for CUDA, torch needs the toolkit's folder (`CUDA_HOME`).
+        """Compiles C++ that has one kernel and no headers, without fused products and sums. Returns None where that
+        cannot be done.
 
         The result is called with `grid` and `block`, three sizes each, and `args`: tensors, ints (of 32 bits), floats
         (of 64)."""
@@ -189,6 +190,18 @@ class Cuda(Accelerator):
             "tunable_op": str(cuda.tunable.is_enabled() and cuda.tunable.tuning_is_enabled()),
             "max_autotune": str(autotune or any(os.environ.get(name) == "1" for name in _AUTOTUNE)),
         }
+
+    def compile(self, source: str, name: str) -> Callable[..., None] | None:
+        try:
+            extension: Any = importlib.import_module("torch.utils.cpp_extension")
+        except ImportError:  # it needs setuptools
+            return None
+        # torch's runtime compiler asks for the toolkit's folder, where the headers are that this does without.
+        home, extension.CUDA_HOME = extension.CUDA_HOME, extension.CUDA_HOME or ""
+        try:
+            return super().compile(source, name)
+        finally:
+            extension.CUDA_HOME = home
 
     def pin(self, address: int, size: int) -> Callable[[], None]:
         cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -143,6 +143,111 @@ def available(tensors: Sequence[torch.Tensor]) -> bool:
     )
 
 
+class Pass:
+    """The arguments of one call: tensors of one cluster, and the constants of their step.
+
+    `columns`: live tensors by kind, the parameters first. The first `kept` are computed, the others only read.
+    """
+
+    def __init__(
+        self,
+        backwards: Backwards,
+        gradients: Sequence[torch.Tensor],
+        columns: Sequence[Sequence[torch.Tensor]],
+        *,
+        kept: int,
+        sane: bool,
+    ):
+        form, constants = backwards
+        self._columns = columns
+        self._hold: list[object] = [gradients, columns]  # objects that the call points to
+        self._call = call = _Call(rule=form, dtype=TYPES[gradients[0].dtype], kept=kept, sane=sane)
+        call.threads = torch.get_num_threads()
+        call.team = _team()
+        call.constants = self._keep((ctypes.c_double * len(constants))(*constants))
+        call.table.tensors = len(gradients)
+        call.table.sizes = self._keep((ctypes.c_int64 * len(gradients))(*[g.numel() for g in gradients]))
+        call.table.gradients = self._addresses(gradients)
+        for index, column in enumerate(columns):
+            call.table.columns[index] = self._addresses(column)
+
+    def _keep(self, array: Any) -> int:
+        self._hold.append(array)
+        return ctypes.addressof(array)
+
+    def _addresses(self, tensors: Sequence[torch.Tensor]) -> int:
+        return self._keep((ctypes.c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors]))
+
+    def _run(self, task: int) -> None:
+        self._call.task = task
+        kernels = library()
+        assert kernels is not None
+        if kernels.swift_optim_run(ctypes.byref(self._call)) != 0:
+            raise RuntimeError("kernels.cpp knows no such rule or type")
+
+    def _point_at(
+        self,
+        layout: Sequence[tuple[int, ...]],
+        codes: Sequence[torch.Tensor],
+        escapes: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
+    ) -> None:
+        places = (_Place * MOST)()
+        for index, (shared, code) in enumerate(zip(layout, codes, strict=True)):
+            self._call.codes[index] = code.data_ptr()
+            for place, column in enumerate(shared):
+                places[column] = _Place(index, 4 * place, len(shared) > 1)
+        self._call.places = self._keep(places)
+        ctypes.memset(self._call.counts, 0, ctypes.sizeof(self._call.counts))
+        for column, (where, values) in escapes.items():
+            self._call.where[column] = where.data_ptr()
+            self._call.values[column] = values.data_ptr()
+            self._call.counts[column] = where.numel()
+        self._hold += [codes, escapes]
+
+    def invert(self) -> int:
+        """Restores the state before the step, in place. Returns the number of non-finite parameter elements."""
+        self._run(INVERT)
+        self._mark_changed()
+        return int(self._call.counts[0])
+
+    def record(
+        self,
+        old: Sequence[Sequence[torch.Tensor]],
+        layout: Sequence[tuple[int, ...]],
+        codes: Sequence[torch.Tensor],
+        escapes: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
+    ) -> list[int]:
+        """Writes the residue that the inverse step leaves of `old`; the live tensors do not change. Returns each
+        column's number of escapes. If that exceeds the room, codes and escapes of the column are invalid.
+
+        `layout` names the columns that share each of `codes`, [N] int8. `escapes`: room by column for positions in
+        the flat cluster, [R] int32, and the old values there, [R].
+        """
+        for index, column in enumerate(old):
+            self._call.table.old[index] = self._addresses(column)
+        self._call.room = escapes[0][0].numel()
+        self._point_at(layout, codes, escapes)
+        self._run(RECORD)
+        return list(self._call.counts[: len(old)])
+
+    def undo(
+        self,
+        layout: Sequence[tuple[int, ...]],
+        codes: Sequence[torch.Tensor],
+        escapes: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
+    ) -> None:
+        """Restores the bits before the step, in place, from the output of `record`."""
+        self._point_at(layout, codes, escapes)
+        self._run(UNDO)
+        self._mark_changed()
+
+    def _mark_changed(self) -> None:
+        for column in self._columns[: self._call.kept]:
+            torch.autograd.graph.increment_version(column)
+
+
+# On a device: one launch for each tensor, in the current stream.
+
 DEVICE_TYPES = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "Bfloat16"}
 """Element types of `kernels.cpp` for a device."""
 _DOUBLES = 10
@@ -251,106 +356,3 @@ class DeviceCodes:
                 column, torch.split(flat, [tensor.numel() for tensor in column]), strict=True
             ):
                 tensor.copy_(whole.view_as(tensor))
-
-
-class Pass:
-    """The arguments of one call: tensors of one cluster, and the constants of their step.
-
-    `columns`: live tensors by kind, the parameters first. The first `kept` are computed, the others only read.
-    """
-
-    def __init__(
-        self,
-        backwards: Backwards,
-        gradients: Sequence[torch.Tensor],
-        columns: Sequence[Sequence[torch.Tensor]],
-        *,
-        kept: int,
-        sane: bool,
-    ):
-        form, constants = backwards
-        self._columns = columns
-        self._hold: list[object] = [gradients, columns]  # objects that the call points to
-        self._call = call = _Call(rule=form, dtype=TYPES[gradients[0].dtype], kept=kept, sane=sane)
-        call.threads = torch.get_num_threads()
-        call.team = _team()
-        call.constants = self._keep((ctypes.c_double * len(constants))(*constants))
-        call.table.tensors = len(gradients)
-        call.table.sizes = self._keep((ctypes.c_int64 * len(gradients))(*[g.numel() for g in gradients]))
-        call.table.gradients = self._addresses(gradients)
-        for index, column in enumerate(columns):
-            call.table.columns[index] = self._addresses(column)
-
-    def _keep(self, array: Any) -> int:
-        self._hold.append(array)
-        return ctypes.addressof(array)
-
-    def _addresses(self, tensors: Sequence[torch.Tensor]) -> int:
-        return self._keep((ctypes.c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors]))
-
-    def _run(self, task: int) -> None:
-        self._call.task = task
-        kernels = library()
-        assert kernels is not None
-        if kernels.swift_optim_run(ctypes.byref(self._call)) != 0:
-            raise RuntimeError("kernels.cpp knows no such rule or type")
-
-    def _point_at(
-        self,
-        layout: Sequence[tuple[int, ...]],
-        codes: Sequence[torch.Tensor],
-        escapes: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
-    ) -> None:
-        places = (_Place * MOST)()
-        for index, (shared, code) in enumerate(zip(layout, codes, strict=True)):
-            self._call.codes[index] = code.data_ptr()
-            for place, column in enumerate(shared):
-                places[column] = _Place(index, 4 * place, len(shared) > 1)
-        self._call.places = self._keep(places)
-        ctypes.memset(self._call.counts, 0, ctypes.sizeof(self._call.counts))
-        for column, (where, values) in escapes.items():
-            self._call.where[column] = where.data_ptr()
-            self._call.values[column] = values.data_ptr()
-            self._call.counts[column] = where.numel()
-        self._hold += [codes, escapes]
-
-    def invert(self) -> int:
-        """Restores the state before the step, in place. Returns the number of non-finite parameter elements."""
-        self._run(INVERT)
-        self._mark_changed()
-        return int(self._call.counts[0])
-
-    def record(
-        self,
-        old: Sequence[Sequence[torch.Tensor]],
-        layout: Sequence[tuple[int, ...]],
-        codes: Sequence[torch.Tensor],
-        escapes: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
-    ) -> list[int]:
-        """Writes the residue that the inverse step leaves of `old`; the live tensors do not change. Returns each
-        column's number of escapes. If that exceeds the room, codes and escapes of the column are invalid.
-
-        `layout` names the columns that share each of `codes`, [N] int8. `escapes`: room by column for positions in
-        the flat cluster, [R] int32, and the old values there, [R].
-        """
-        for index, column in enumerate(old):
-            self._call.table.old[index] = self._addresses(column)
-        self._call.room = escapes[0][0].numel()
-        self._point_at(layout, codes, escapes)
-        self._run(RECORD)
-        return list(self._call.counts[: len(old)])
-
-    def undo(
-        self,
-        layout: Sequence[tuple[int, ...]],
-        codes: Sequence[torch.Tensor],
-        escapes: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
-    ) -> None:
-        """Restores the bits before the step, in place, from the output of `record`."""
-        self._point_at(layout, codes, escapes)
-        self._run(UNDO)
-        self._mark_changed()
-
-    def _mark_changed(self) -> None:
-        for column in self._columns[: self._call.kept]:
-            torch.autograd.graph.increment_version(column)
