@@ -56,7 +56,8 @@ def _make(target: Path, words: list[str], program: str = "", older: str = "") ->
         made = target.with_suffix(".new")
         command = [compiler() or "g++", *words, "-o", str(made)]
         done = subprocess.run(command, input=program, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
+        if done.returncode:
+            raise RuntimeError(done.stderr)
         made.rename(target)
 
 
@@ -145,7 +146,7 @@ def _compile_kernel(source: str, name: str, nvcc_options: list[str]) -> Callable
     assert nvcc_options == ["--fmad=false"]
     program = _KERNEL % (source, name)
     flags = ("-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-x", "c++", "-")
-    target = KEPT / f"kernel-{hashlib.sha256(program.encode()).hexdigest()[:16]}"
+    target = KEPT / f"kernel-{hashlib.sha256(program.encode()).hexdigest()[:16]}.so"
     _make(target, [*flags], program)
     address = ctypes.cast(ctypes.CDLL(str(target)).launch, ctypes.c_void_p).value
 

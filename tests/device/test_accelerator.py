@@ -90,3 +90,20 @@ def test_a_microbatch_draws_its_own_numbers_however_far_the_host_is_ahead() -> N
         (alone,) = drawn(microbatch)
         assert torch.equal(own.cpu(), alone.cpu())
     assert not torch.equal(together[0].cpu(), together[1].cpu())
+
+
+KERNEL = """
+extern "C" __global__ void scaled(float* tensor, int n, double by) {
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) tensor[i] *= by;
+}
+"""
+
+
+def test_a_compiled_kernel_runs_in_the_current_stream() -> None:
+    tensor, kernel = there(), accelerator().compile(KERNEL, "scaled")
+    assert kernel is not None
+    with held(), no_waits():
+        kernel(grid=(4, 1, 1), block=(32, 1, 1), args=[tensor, N, 3.0])
+        after = tensor + 1
+    assert torch.equal(after.cpu(), numbers() * 3 + 1)
+    assert accelerator().compile("no C++", "scaled") is None
