@@ -1,15 +1,23 @@
 """Undo on the device: every optimizer, implementation and element type comes back bit for bit. The host waits for
 nothing that the plain step does not wait for."""
 
+from collections import deque
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 
+from swift_ft.device import Event, until_over
+from swift_ft.state.carried_gradients import WholeModule
 from swift_ft.state.device_undo import CodedCopies
 from swift_ft.state.journal import Journal
-from tests.device.machine import held, here, no_waits
+from swift_ft.train.config import SessionConfig
+from swift_ft.train.reducer import Reduction
+from tests.device.machine import accelerator, held, here, no_waits
 from tests.unit.optim import models
+from tests.unit.runtime.test_updates import HalvingReducer
+from tests.unit.runtime.wired import updates_of
 
 SMALL_BYTES = 64
 WAITS_ITSELF = ("asgd", "rprop")
@@ -160,3 +168,41 @@ def test_copies_stay_where_too_much_does_not_fit(share: float) -> None:
     assert all((record._copies is None) == (share < 0.1) for record in records)
     journal.undo()
     assert models.image(optimizer) == before
+
+
+class LateReducer(HalvingReducer):
+    """As staged gloo: an average is there once the device has come to its gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._computed = deque[Event]()
+
+    def launch(self, bucket: Any) -> Reduction:
+        self._computed.append(accelerator().mark())
+        return super().launch(bucket)
+
+    def finish(self, reduction: Reduction, *, kept: bool = False) -> None:
+        until_over(self._computed.popleft())
+        super().finish(reduction, kept=kept)
+
+
+@pytest.mark.parametrize(("undo", "least", "most"), [("preimage", 28, 28.5), ("exact", 19, 22)])
+def test_the_peak_of_a_wait_free_step(undo: str, least: float, most: float) -> None:
+    """In bytes a parameter: 16 are its own, with gradient and state."""
+    side, layers, before = 256, 32, torch.accelerator.memory_allocated()
+    model = torch.nn.Sequential(*(torch.nn.Linear(side, side, bias=False) for _ in range(layers))).to(here())
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0.0, side**-0.5)
+    config = SessionConfig(replicas=2, updates="wait_free", undo=undo, bucket_bytes=4 * side * side)
+    session, optimizer = updates_of(config, LateReducer()), torch.optim.AdamW(model.parameters())
+    session.awaited.add(WholeModule(model))
+    session.add(optimizer)
+    for step in range(4):
+        optimizer.zero_grad()
+        session.begin_step(step)
+        torch.accelerator.synchronize()
+        torch.accelerator.reset_peak_memory_stats()
+        model(torch.randn(64, side).to(here())).square().sum().backward()
+        optimizer.step()
+    peak = torch.accelerator.max_memory_allocated() - before
+    assert least < peak / (layers * side * side) < most
