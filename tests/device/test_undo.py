@@ -144,7 +144,7 @@ def test_codes_take_the_place_of_copies_once_the_device_has_come_so_far(
     torch.accelerator.synchronize()
     journal.settle()
     assert codes <= kept() < codes + 0.3
-    assert kept() - 0.01 < journal.extra_bytes / elements <= kept()
+    assert kept() - 0.05 < journal.extra_bytes / elements <= kept()
     journal.undo()
     assert models.image(optimizer) == image
     del image
