@@ -116,6 +116,20 @@ class Accelerator:
         """Makes the host wait for an event of `mark`."""
         event.synchronize()  # type: ignore[attr-defined]
 
+    def moment(self) -> torch.Event:
+        """Returns the time at which the device passes this point of the current stream."""
+        event = torch.Event(device=self.torch, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self.torch))
+        return event
+
+    def passed(self, moment: torch.Event) -> bool:
+        """Returns whether the device has passed a moment. Does not wait."""
+        return moment.query()
+
+    def seconds(self, first: torch.Event, last: torch.Event) -> float:
+        """Returns the time from one moment, which the device has passed, to another one."""
+        return first.elapsed_time(last) / 1000
+
     def synchronize(self) -> None:
         torch.accelerator.synchronize(self.torch)
 

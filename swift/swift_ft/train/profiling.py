@@ -1,9 +1,10 @@
 """Profile of a rank's steps: seconds per stage, bytes sent, bytes logged.
 
-Always on: its cost is two readings of the clock per microbatch of a stage, which is negligible. The measurements of
-recent steps go to the coordinator every few seconds (`swift_ft.planner.types`), for `swift-ft plan` and for the
-recovery planner. With ``SWIFT_PROFILE=1`` every step also emits an event ``profiled`` with the bytes that it logged,
-for the drill's report. Seconds are wall-clock time without waits for a neighbor or the log.
+Always on: its cost is two readings of the clock per microbatch of a stage, which is negligible. On a device these are
+events in the training stream, read without a wait once they have passed: the host's clock would measure launches. The
+measurements of recent steps go to the coordinator every few seconds (`swift_ft.planner.types`), for `swift-ft plan` and
+for the recovery planner. With ``SWIFT_PROFILE=1`` every step also emits an event ``profiled`` with the bytes that it
+logged, for the drill's report. Seconds are wall-clock time without waits for a neighbor or the log.
 """
 
 import os
@@ -14,9 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median, median_low
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from swift_ft import events
+from swift_ft.device import accelerator_in_use
 from swift_ft.planner.types import RankMeasured, Sent, StageMeasured
 from swift_ft.state.checkpoint_store import Saved
 
@@ -27,27 +29,70 @@ WARM_STEPS = 2
 FORWARD, BACKWARD, WEIGHTS = "F", "B", "W"
 
 
+class _Clock(Protocol):
+    """`swift_ft.device.Accelerator` is one."""
+
+    def moment(self) -> Any:
+        """Returns the moment of what is done next."""
+
+    def passed(self, moment: Any) -> bool:
+        """Returns whether `seconds` may be asked up to this moment. Does not wait."""
+
+    def wait(self, moment: Any) -> None: ...
+
+    def seconds(self, first: Any, last: Any) -> float: ...
+
+
+class _Host:
+    def moment(self) -> float:
+        return time.perf_counter()
+
+    def passed(self, moment: float) -> bool:
+        return True
+
+    def wait(self, moment: float) -> None: ...
+
+    def seconds(self, first: float, last: float) -> float:
+        return last - first
+
+
+_HOST = _Host()
+
+
 class _Stopwatch:
-    __slots__ = ("_began", "_busy", "_profile", "seconds", "times")
+    __slots__ = ("_began", "_busy", "_profile", "spans")
 
     def __init__(self, profile: "StepProfile") -> None:
         self._profile = profile
-        self.seconds = 0.0
-        self.times = 0
-        self._began = self._busy = 0.0
+        self.spans: list[tuple[Any, Any]] = []
+        self._began: Any = None
+        self._busy = 0.0
 
     def __enter__(self) -> None:
         self._busy = time.thread_time()
-        self._began = time.perf_counter()
+        self._began = self._profile.clock.moment()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        now = time.perf_counter()
-        self.seconds += now - self._began
-        self.times += 1
-        self._profile.settled_at = now
+        self._profile.settled()
+        self.spans.append((self._began, self._profile.settled_at))
         self._profile.computed_busy_s += time.thread_time() - self._busy
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Ended:
+    """A step whose moments have not all passed."""
+
+    step: int
+    step_s: float
+    busy_s: float
+    clock: _Clock
+    spans: dict[tuple[int, str], list[tuple[Any, Any]]]
+    settled: Any
+    end: Any
+    sent: Counter[tuple[int, int]]
+    other_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,23 +123,27 @@ class StepProfile:
         self._logged: Counter[str] = Counter()
         self._read = [0.0, 0.0]
         self._began = 0.0
-        self.settled_at = 0.0
+        self.clock: _Clock = _HOST
+        self.settled_at: Any = 0.0
         self._busy = self.computed_busy_s = 0.0
         self._lock = threading.Lock()
         self._done = 0
+        self._ended: deque[_Ended] = deque()
         self._recent: deque[_Step] = deque(maxlen=STEPS_KEPT)
         self._replaying = False
         self._replayed = (0.0, 0.0)  # last replay: bytes read from the log, seconds waiting for them
 
     def begin(self) -> None:
         for watch in self._watches.values():
-            watch.seconds, watch.times = 0.0, 0
+            watch.spans = []
         self._sent.clear()
         self._other = 0
         self._logged.clear()
         self._read = [0.0, 0.0]
         self._busy, self.computed_busy_s = time.thread_time(), 0.0
-        self._began = self.settled_at = time.perf_counter()
+        self.clock = accelerator_in_use() or _HOST
+        self._began = time.perf_counter()
+        self.settled()
 
     def computing(self, stage: int, direction: str) -> _Stopwatch:
         """Returns the context manager that times a stage's computation of one microbatch."""
@@ -105,7 +154,7 @@ class StepProfile:
 
     def settled(self) -> None:
         """Marks the last wait for another rank: the time from here to the end of the step counts as the update."""
-        self.settled_at = time.perf_counter()
+        self.settled_at = self.clock.moment()
 
     def sent(self, stage: int, destination: int, size: int) -> None:
         """Counts bytes that a stage sends to another one, whether they are logged or not."""
@@ -126,9 +175,6 @@ class StepProfile:
 
     def end(self, step: int, *, replay: bool) -> None:
         """Completes the step: adds it to the recent ones or, if `replay`, its reads to those of the replay."""
-        now = time.perf_counter()
-        # Between its microbatches a step waits for other ranks. CPU time of its own thread there counts as update.
-        update_s = max(now - self.settled_at, time.thread_time() - self._busy - self.computed_busy_s)
         with self._lock:
             if replay:
                 size, waited_s = self._replayed if self._replaying else (0.0, 0.0)
@@ -136,29 +182,36 @@ class StepProfile:
             else:
                 self._done += 1
                 if self._done > WARM_STEPS:
-                    self._recent.append(self._as_done(step, now - self._began, update_s))
+                    self._ended.append(self._as_ended(step))
             self._replaying = replay
+            while self._ended and self._ended[0].clock.passed(self._ended[0].end):
+                self._recent.append(_as_done(self._ended.popleft()))
         if self._says:
             events.emit("profiled", rank=self._rank, step=step, replay=replay, logged=dict(self._logged))
 
-    def _as_done(self, step: int, step_s: float, update_s: float) -> _Step:
-        return _Step(
+    def _as_ended(self, step: int) -> _Ended:
+        return _Ended(
             step=step,
-            step_s=step_s,
-            update_s=update_s,
-            computed={at: (watch.seconds, watch.times) for at, watch in self._watches.items() if watch.times},
+            step_s=time.perf_counter() - self._began,
+            busy_s=time.thread_time() - self._busy - self.computed_busy_s,
+            clock=self.clock,
+            spans={at: watch.spans for at, watch in self._watches.items() if watch.spans},
+            settled=self.settled_at,
+            end=self.clock.moment(),
             sent=self._sent.copy(),
             other_bytes=self._other,
         )
 
     def backwards(self) -> dict[int, tuple[float, float]]:
         """Returns stage -> (seconds of its backwards in this step so far, part of these in separate weight-gradient
-        passes)."""
+        passes). (a trial, whose results are compared on the host) Waits for them."""
         taken: dict[int, tuple[float, float]] = {}
+        self.clock.wait(self.settled_at)
         for (stage, kind), watch in self._watches.items():
             if kind != FORWARD:
                 whole, weights = taken.get(stage, (0.0, 0.0))
-                taken[stage] = whole + watch.seconds, weights + watch.seconds * (kind == WEIGHTS)
+                seconds = _seconds(self.clock, watch.spans)
+                taken[stage] = whole + seconds, weights + seconds * (kind == WEIGHTS)
         return taken
 
     def stage_seconds(self) -> dict[int, tuple[float, float]]:
@@ -217,6 +270,25 @@ class StepProfile:
             log_read_wait_s=read_wait_s if read_bytes else None,
             **of_checkpoint,
         )
+
+
+def _seconds(clock: _Clock, spans: list[tuple[Any, Any]]) -> float:
+    return sum(clock.seconds(*span) for span in spans)
+
+
+def _as_done(ended: _Ended) -> _Step:
+    update_s = ended.clock.seconds(ended.settled, ended.end)
+    if ended.clock is _HOST:
+        # Between its microbatches a step waits for other ranks. CPU time of its own thread there counts as update.
+        update_s = max(update_s, ended.busy_s)
+    return _Step(
+        step=ended.step,
+        step_s=ended.step_s,
+        update_s=update_s,
+        computed={at: (_seconds(ended.clock, spans), len(spans)) for at, spans in ended.spans.items()},
+        sent=ended.sent,
+        other_bytes=ended.other_bytes,
+    )
 
 
 def _stage(recent: list[_Step], stage: int, gradient_bytes: int) -> StageMeasured:
