@@ -22,7 +22,12 @@ from tests.unit.runtime.wired import updates_of
 SMALL_BYTES = 64
 WAITS_ITSELF = ("asgd", "rprop")
 """torch's own steps wait."""
-FITTING = [("adamw", "float32", 12, 3), ("adamw", "bfloat16", 6, 3), ("sgd-momentum", "float32", 8, 2)]
+FITTING = [
+    ("adamw", "float32", 12, 3),
+    ("sgd-momentum", "float32", 8, 2),
+    ("adamw", "bfloat16", 6, 3),
+    ("sgd-momentum", "bfloat16", 4, 2),
+]
 """(name, element type, bytes a parameter as copies, as codes)"""
 
 
