@@ -2,6 +2,7 @@
 
 # verdict: same bits
 # worlds: 1, 2
+# device
 
 import probe
 import torch
@@ -38,7 +39,7 @@ class Model(nn.Module):
 
 with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
     torch.manual_seed(0)
-    model = session.module(Model())
+    model = session.module(Model().to(probe.device()))
     optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
 
     def train_step(step: int) -> None:

@@ -1,8 +1,9 @@
-"""Autocast to bfloat16 with a GradScaler, registered."""
+"""Autocast to float16 with a GradScaler, registered: updates are skipped at the start, and whenever it has grown."""
 
 # verdict: same bits
 # worlds: 1, 2
 # plain: 1
+# device
 
 import probe
 import torch
@@ -12,21 +13,21 @@ import swift_ft
 
 with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
     torch.manual_seed(0)
-    model = session.module(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
+    model = session.module(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).to(probe.device()))
     optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
+    scaler = torch.amp.GradScaler(probe.device(), init_scale=2.0**18, growth_interval=2)
     session.register(scaler=scaler)
 
     def train_step(step: int) -> None:
         x, y = probe.batch(step, session.dp_rank)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(probe.device(), dtype=torch.float16):
             loss = nn.functional.mse_loss(model(x).float(), y)
         optimizer.zero_grad()
         scaler.scale(loss).backward()
         session.reduce_gradients()
         scaler.step(optimizer)
         scaler.update()
-        probe.note(step, loss)
+        probe.note(step, loss, scaler.get_scale())
 
     session.run(train_step, num_steps=probe.steps())
     probe.end(session, model=model, optimizer=optimizer, scaler=scaler)

@@ -3,6 +3,7 @@
 # verdict: same bits
 # worlds: 1, 2
 # patience: 200
+# device
 
 import probe
 import torch
@@ -12,7 +13,7 @@ import swift_ft
 
 with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
     torch.manual_seed(0)
-    model = session.module(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
+    model = session.module(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).to(probe.device()))
     compiled = torch.compile(model, backend="aot_eager")
     optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
 

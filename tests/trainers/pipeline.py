@@ -2,6 +2,7 @@
 
 # verdict: same bits
 # worlds: 2, 4
+# device
 
 import probe
 import torch
@@ -13,14 +14,15 @@ import swift_ft
 with swift_ft.Session.from_env(checkpoint_every=5) as session:
     rank, ranks = session.pipeline_rank, session.pipeline_ranks
     torch.manual_seed(rank)
-    module = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    stage = session.pipeline_stage(module, rank, ranks)
+    module = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).to(probe.device())
+    stage = session.pipeline_stage(module, rank, ranks, probe.device())
     schedule = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
     optimizer = session.optimizer(torch.optim.AdamW(module.parameters(), lr=1e-2))
     session.register(schedule=schedule)
 
     def train_step(step: int) -> None:
         x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1000 * step + session.dp_rank))
+        x = x.to(probe.device())
         losses: list[torch.Tensor] = []
         optimizer.zero_grad()
         if rank == 0:

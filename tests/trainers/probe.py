@@ -28,6 +28,8 @@ ENV_STEPS = "TRAINERS_STEPS"
 ENV_SLOW = "TRAINERS_SLOW"
 ENV_REHEARSED = "TRAINERS_REHEARSED"
 """The last step before each checkpoint waits until the ones before it were rehearsed, on all ranks."""
+ENV_DEVICE = "TRAINERS_DEVICE"
+"""Set: "simulated" (`tests/device`), for trainers that compute where `device` says."""
 ENV_REPLICAS = "TRAINERS_REPLICAS"
 """So many, also of a trainer whose session has one."""
 _DEPTH_MAX = 12
@@ -36,6 +38,11 @@ _REHEARSED_WITHIN_S = 60.0
 _CALM_S = 0.04
 """After each step of a run with kills. A step takes a millisecond here: without a pause no checkpoint is complete
 before the next kill, and every replacement begins at step 0, with whatever its script makes there."""
+
+if os.environ.get(ENV_DEVICE):
+    from tests.device import simulated
+
+    simulated.load()
 
 _kills = json.loads(os.environ.get(ENV_KILLS) or "[]")
 # The harness's own, not a variable of the trainer's: nothing in a step depends on it, and a logger observes.
@@ -64,9 +71,14 @@ def replicas() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def device() -> str:
+    """Where the trainer computes."""
+    return os.environ.get(ENV_DEVICE) or "cpu"
+
+
 def batch(step: int, dp_rank: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
     """The same whenever it is asked for: another one for each step and replica."""
-    x = torch.randn(size, 8, generator=torch.Generator().manual_seed(1000 * step + dp_rank))
+    x = torch.randn(size, 8, generator=torch.Generator().manual_seed(1000 * step + dp_rank)).to(device())
     return x, x.sum(1, keepdim=True)
 
 

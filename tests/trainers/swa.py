@@ -3,6 +3,7 @@
 # verdict: same bits
 # worlds: 1, 2
 # plain: 1
+# device
 
 import probe
 import torch
@@ -13,7 +14,7 @@ import swift_ft
 
 with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
     torch.manual_seed(0)
-    model = session.module(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
+    model = session.module(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).to(probe.device()))
     optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
     average = AveragedModel(model)
     scheduler = SWALR(optimizer, swa_lr=0.01, anneal_epochs=3)

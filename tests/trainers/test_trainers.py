@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.device import simulated
 from tests.trainers.harness import header, table, verdict
 from tests.trainers.harness.__main__ import judge, judge_adaptive
 from tests.trainers.harness.run import Kill, Outcome, beside_plain
@@ -37,6 +38,26 @@ def test_a_trainer(trainer: header.Trainer, world: int, services: Services, tmp_
 @pytest.mark.parametrize(("trainer", "world"), [pair for pair in ALL if pair not in QUICK], ids=_name)
 def test_every_trainer(trainer: header.Trainer, world: int, services: Services, tmp_path: Path) -> None:
     _check(trainer, world, services, tmp_path)
+
+
+ON_DEVICE = ("autocast_scaler", "gpu_trainer", "pipeline_autocast")
+"""Those of the default suite."""
+
+
+@pytest.mark.skipif(simulated.compiler() is None, reason="no C++ compiler: g++ makes the simulated device")
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        pytest.param(t, marks=[] if t.name in ON_DEVICE else pytest.mark.matrix)
+        for t in header.trainers()
+        if t.device
+    ],
+    ids=_name,
+)
+def test_a_trainer_on_a_device(trainer: header.Trainer, services: Services, tmp_path: Path) -> None:
+    simulated.library()  # the ranks find it compiled
+    _check(trainer, max(trainer.worlds), services, tmp_path, device=True)
 
 
 KINDS = (
@@ -86,8 +107,10 @@ def test_a_pipeline_whose_ranks_are_lost_for_good(
     assert found.word == trainer.adaptive, f"{found}\n{(where / 'stderr').read_text()[-3000:]}"
 
 
-def _check(trainer: header.Trainer, world: int, services: Services, tmp_path: Path) -> None:
-    found, where = judge(services, tmp_path, trainer, world)
+def _check(
+    trainer: header.Trainer, world: int, services: Services, tmp_path: Path, *, device: bool = False
+) -> None:
+    found, where = judge(services, tmp_path, trainer, world, device=device)
     expected = trainer.expected[world]
     if world in trainer.misses:
         assert found.word != expected.verdict or expected.says not in found.why, (

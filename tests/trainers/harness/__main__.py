@@ -19,19 +19,27 @@ _JOB_NAME_MAX = 64
 
 
 def judge(
-    services: Services, place: Path, trainer: header.Trainer, world: int, *, warm_up: bool = False
+    services: Services,
+    place: Path,
+    trainer: header.Trainer,
+    world: int,
+    *,
+    warm_up: bool = False,
+    device: bool = False,
 ) -> tuple[verdict.Verdict, Path]:
-    """Undisturbed, then killed at three places; with `warm_up` at two, each time with a spare that was warmed up."""
+    """Undisturbed, then killed at three places; with `warm_up` at two, each time with a spare that was warmed up.
+    `device`: on the simulated one."""
     place.mkdir(parents=True, exist_ok=True)
     name = f"{trainer.name.replace('_', '-')}-{world}-{place.name}"[: _JOB_NAME_MAX - len("-killed")]
-    calm = run.run(services, place / f"{name}-calm", trainer, world, (), f"{name}-calm", rehearsed=True)
+    calm = run.run(
+        services, place / f"{name}-calm", trainer, world, (), f"{name}-calm", rehearsed=True, device=device
+    )
     found = verdict.of_undisturbed(calm)
     if found.word != verdict.SAME:
         return found, calm.directory
     kills = (run.two_kills if warm_up else run.three_kills)(trainer, world)
-    killed = run.run(
-        services, place / f"{name}-killed", trainer, world, kills, f"{name}-killed", warm_up=warm_up
-    )
+    job = f"{name}-killed"
+    killed = run.run(services, place / job, trainer, world, kills, job, warm_up=warm_up, device=device)
     found = verdict.of_killed(calm, killed, len(kills))
     if found.word == verdict.SAME and killed.fired < len(kills):
         found = verdict.Verdict(

@@ -10,6 +10,7 @@
 # kills: tail, optimizer        (default: what its kind has; see `places`)
 # adaptive: refused             (a pipeline with two replicas under that strategy; default: same bits)
 # plain: 1, 2                   so many ranks are compared with torch without a session (default: none)
+# device                        tried on the simulated device too
 # quick                         the default suite runs it too
 """
 
@@ -24,7 +25,7 @@ STEPS_DEFAULT = 14
 _NOT_TRAINERS = ("__init__", "probe", "conftest")
 _WITH = re.compile(r"^# with (\d+): ([^:\n]*): (.*)$", re.MULTILINE)
 _FIELD = re.compile(
-    r"^# (verdict|worlds|steps|says|kills|adaptive|plain|quick|patience|misses|because)(?:: (.*))?$",
+    r"^# (verdict|worlds|steps|says|kills|adaptive|plain|device|quick|patience|misses|because)(?:: (.*))?$",
     re.MULTILINE,
 )
 
@@ -56,6 +57,7 @@ class Trainer:
     adaptive: str
     """The verdict if ranks are lost for good, under strategy "adaptive"."""
     plain: tuple[int, ...]
+    device: bool
     quick: bool
     patience_s: float
     """A run that takes longer stands still."""
@@ -91,6 +93,7 @@ def read(path: Path) -> Trainer:
         kills=tuple(word.strip() for word in (kills or default).split(",")),
         adaptive=fields.get("adaptive") or "same bits",
         plain=_numbers(fields.get("plain")),
+        device="device" in fields,
         quick="quick" in fields,
         patience_s=float(fields.get("patience") or PATIENCE_S),
         misses=_numbers(fields.get("misses")),

@@ -15,6 +15,8 @@ def lines() -> list[str]:
         verdict = "; ".join([usual, *(f"with {max(trainer.worlds)}: {other}" for other in others)])
         if trainer.plain:
             verdict += ", also as without a session"
+        if trainer.device:
+            verdict += ", also on a device"
         if trainer.misses:
             verdict += f". Not yet with {', '.join(map(str, trainer.misses))}: {trainer.because}"
         link = f"[{trainer.name}](../tests/trainers/{trainer.name}.py)"
