@@ -49,6 +49,7 @@ class FakeNccl(TorchNccl):
         torch.get_device_module().get_device_properties = lambda device: SimpleNamespace(
             uuid=f"{os.getpid()}:{device.index}"
         )
+        super().__init__()
 
 
 class Options:

@@ -12,7 +12,7 @@ from swift_ft import comm
 from swift_ft.comm.gloo import GlooBackend, Sockets
 from swift_ft.comm.nccl import Communicator, NcclBackend, NcclFabric, TorchNccl
 from swift_ft.device import current_accelerator
-from swift_ft.errors import UsageError
+from swift_ft.errors import ServiceError, UsageError
 from tests.device.fake_nccl import FakeCommunicator, FakeNccl, ProcessGroup
 
 TIMEOUT = timedelta(seconds=60)
@@ -129,8 +129,12 @@ def test_cuda_has_nccl_without_a_package_that_offers_it() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
         patch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+        patch.setattr(torch.distributed, "ProcessGroupNCCL", ProcessGroup, raising=False)
         backend = comm.default_backend()
         assert isinstance(backend, NcclBackend)
         assert type(backend._library) is TorchNccl
+        patch.delattr(ProcessGroup, "abort")
+        with pytest.raises(ServiceError, match=r"ProcessGroupNCCL\.abort"):
+            comm.default_backend()
         patch.setattr(torch.distributed, "is_nccl_available", lambda: False)
         assert type(comm.default_backend()) is GlooBackend

@@ -28,6 +28,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from swift_ft import torch_private
 from swift_ft.comm import NCCL_ENVIRONMENT
 from swift_ft.comm.backend import COLLECTIVES, GROUPS, first_tag
 from swift_ft.comm.gloo import GlooBackend, GlooConnections, GlooFabric, Sockets
@@ -95,6 +96,11 @@ class TorchNccl:
     """
 
     _groups: ClassVar[list[Any]] = []
+
+    def __init__(self) -> None:
+        """Raises ServiceError if torch's class lacks what is called here."""
+        called = ("Options", "eager_connect_single_device", "send", "recv", "_set_default_timeout", "abort")
+        torch_private.require({"torch's ProcessGroupNCCL": (torch.distributed.ProcessGroupNCCL, called)})
 
     def identity(self, device: Accelerator) -> str:
         """Returns the GPU's own name. Raises UsageError if torch would handle a lost peer in a way of its own."""
