@@ -74,7 +74,7 @@ LINES = 4
 def _lines() -> str:
     """Where the program stands that made torch wait: "file:line", then its callers'."""
     lines: list[str] = []
-    frame: types.FrameType | None = sys._getframe(2)
+    frame: types.FrameType | None = sys._getframe()
     while frame is not None and len(lines) < LINES:
         path = frame.f_code.co_filename
         if not path.startswith((str(_TORCH), _HERE, "<")):

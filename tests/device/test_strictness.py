@@ -361,6 +361,14 @@ def test_results_have_their_form_before_they_are_there() -> None:
     assert indices.eq(99).all()
 
 
+def test_complex_numbers_are_views_of_pairs() -> None:
+    pairs = numbers().view(-1, 2)
+    with no_waits(), held():
+        turned = torch.view_as_real(torch.view_as_complex(pairs) * 1j)
+        turned.add_(1)
+    assert torch.equal(turned.cpu(), torch.stack([1 - pairs.cpu()[:, 1], 1 + pairs.cpu()[:, 0]], 1))
+
+
 def test_a_result_may_have_another_form_in_between() -> None:
     """The CPU's `mse_loss` makes its scalar as large as its operands first."""
     x = numbers()
@@ -375,8 +383,6 @@ def test_a_result_may_have_another_form_in_between() -> None:
 def test_what_it_does_not_know_is_refused_by_the_call() -> None:
     with pytest.raises(NotImplementedError, match="the CPU has no kernel"):
         torch.nn.LSTM(4, 4).to(DEVICE)(torch.ones(2, 1, 4, device=DEVICE))
-    with pytest.raises(RuntimeError, match="a view that it does not know"):
-        torch.view_as_real(torch.ones(4, dtype=torch.complex64, device=DEVICE))
 
 
 def test_an_error_in_a_kernel_shows_late_and_for_good() -> None:
@@ -467,6 +473,16 @@ def test_waits_in_a_backward_are_refused_too() -> None:
     with pytest.raises(RuntimeError), no_waits():
         Waits.apply(x).sum().backward()
     assert any(what == "item" and line.startswith("tests/device") for what, line in waits()), waits()
+
+
+def test_a_wait_in_a_thread_of_torchs_own_is_counted_too() -> None:
+    x = numbers().requires_grad_()
+    chosen = x[x > 1]
+    waits()
+    chosen.sum().backward()
+    assert {where for _, where in waits()} == {"a thread of torch's own"}
+    assert x.grad is not None
+    assert torch.equal(x.grad.cpu(), (x > 1).float().cpu())
 
 
 def test_no_wait_is_needed_where_a_form_is_known() -> None:
