@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from swift_ft.errors import UsageError
+from swift_ft.log.directory import NAME as ACKED
 from swift_ft.log.manifest import GRANTED, MANIFEST, JobMeta, StreamMeta
 from swift_ft.log.segment import (
     BLOCK_BYTES,
@@ -55,6 +56,11 @@ def on_disk(directory: Path, segment_bytes: int = 1 << 20, generation: int = 1) 
     return storage
 
 
+def unacknowledged(directory: Path) -> None:
+    """As if nobody had been told of the last records."""
+    (directory / ACKED).unlink()
+
+
 def crash(storage: DirectoryStorage) -> None:
     """The process is gone: no footer, no manifest; only the lock is free again."""
     for segments in storage._streams.values():
@@ -78,6 +84,15 @@ def recovered(directory: Path, stream: str = STREAM) -> RecoveredStream:
 
 def sequences(found: RecoveredStream) -> list[int]:
     return [entry.sequence for entry in found.entries]
+
+
+def frames_only(path: Path, count: int) -> bytes:
+    """A segment's bytes up to the end of its last frame, without the zeros that fill the block."""
+    whole = path.read_bytes()
+    end = SEGMENT_HEADER_BYTES + count * FRAME
+    assert len(whole) % BLOCK_BYTES == 0
+    assert not any(whole[end:])
+    return whole[:end]
 
 
 def files(directory: Path, stream: str = STREAM) -> list[Path]:
@@ -137,6 +152,28 @@ def test_everything_comes_back_after_close_and_after_a_crash(tmp_path: Path) -> 
         assert frame_in(again, STREAM, 13) == frame_of(13)[1]
         again.close()
         assert all(scan(path).ending is Ending.SEALED for path in files(data))
+
+
+def test_fault_11_a_torn_tail_is_cut_and_counted(tmp_path: Path) -> None:
+    storage = on_disk(tmp_path / "data")
+    fill(storage, 0, 3)
+    crash(storage)
+    (path,) = files(tmp_path / "data")
+    unacknowledged(tmp_path / "data")
+    whole = frames_only(path, 3)
+    for cut in range(1, FRAME + 1):
+        path.write_bytes(whole[:-cut])
+        found = recovered(tmp_path / "data")
+        assert sequences(found) == [0, 1]
+        assert found.torn_bytes == FRAME - cut
+        assert found.holes == []
+    path.write_bytes(whole[:-5])
+    again = DirectoryStorage(tmp_path / "data", 1 << 20)
+    again.recover()
+    assert path.stat().st_size == len(whole) - FRAME
+    fill(again, 2, 4)
+    again.close()
+    assert len(scan(path).records) == 4
 
 
 def test_fault_12_damage_in_the_middle_is_a_hole_and_stays_one(tmp_path: Path) -> None:

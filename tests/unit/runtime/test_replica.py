@@ -4,6 +4,7 @@ import json
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ from swift_ft.state.transfer import (
     Sent,
     TensorEntry,
     Transfer,
+    check_fits,
+    entry_of,
     first_difference,
     manifest_of,
     plan_chunks,
@@ -306,6 +309,13 @@ def refused(*args: Any, **options: Any) -> str:
         copy(*args, **options)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+def test_another_shard_of_the_same_shape_is_refused() -> None:
+    room = torch.zeros(4)
+    check_fits(entry_of("w", room), room, 0, 1)
+    with pytest.raises(ReplicaDiffers, match=r"^w: rank 0 holds .*, rank 1 has room for "):
+        check_fits(replace(entry_of("w", room), placement="S(0) 1/2"), room, 0, 1)
 
 
 @pytest.mark.parametrize(
