@@ -3,11 +3,15 @@
 `test_recovery_groups_matrix.py` has each kill in a run of its own, and the times.
 """
 
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from swift_ft.lab.failures.damage import segment_files
+from swift_ft.log import segment
+from swift_ft.planner.groups import RecoveryGroups
 from tests.integration.drill_world import Twins, drill, kills, passed
 
 pytestmark = pytest.mark.timeout(300)
@@ -17,23 +21,27 @@ SHAPE = ("--steps", "17")
 BOUNDARY_BYTES, BATCH_BYTES, NORM_BYTES = 4 * 2 * 16 * 32 * 4, 4 * 2 * 16 * 8, 4
 
 
-def as_predicted(report: dict[str, Any], groups: str, boundaries: int) -> None:
+def logged(directory: Path, groups: str, boundaries: int) -> None:
     """The log has what passes between groups, to the byte, and nothing else of what passes between stages."""
-    sizes = report["prediction"]["bytes"]
-    assert report["topology"]["groups"] == report["prediction"]["groups"] == groups
-    always = 2 * BATCH_BYTES + report["topology"]["ranks"] * NORM_BYTES if boundaries else 0
-    wanted = boundaries * 2 * BOUNDARY_BYTES + always
-    assert sizes["per_step"] == {"predicted": wanted, "measured": wanted}
-    assert sizes["in_log"] == [15, 16]
-    assert sizes["equal"] is True
-    # What `swift-ft plan --coordinator` gets of the job: every boundary, those inside a group as well.
-    of_job = report["prediction"]["of_job"]
-    assert of_job["why"] == ""
-    for direction in ("forward_bytes", "backward_bytes"):
-        assert of_job["profile"][direction] == [BOUNDARY_BYTES] * 3
-    assert of_job["profile"]["other_bytes"] == 2 * BATCH_BYTES + report["topology"]["ranks"] * NORM_BYTES
-    sent = {stream for stream in sizes["streams"] if stream[-1] in "FB"}
-    assert len(sent) == 2 * boundaries
+    bytes_of: dict[str, Counter[int]] = defaultdict(Counter)
+    for path in segment_files([directory / "run" / "log"], "*"):
+        for record in segment.walk(path, verify_bodies=False).records:
+            bytes_of[path.parent.name][record.header.key.step] += record.header.raw_bytes
+    sizes = {
+        "F": BOUNDARY_BYTES,
+        "B": BOUNDARY_BYTES,
+        "X": BATCH_BYTES,
+        "T": BATCH_BYTES,
+        "C": NORM_BYTES,
+    }
+    for stream, steps in bytes_of.items():
+        assert [steps[step] for step in (15, 16)] == [sizes[stream[-1]]] * 2, stream
+    starts = RecoveryGroups.parse(groups).starts[1:]
+    wanted = {name for start in starts for name in (f"s{start - 1}.F", f"s{start}.B")}
+    assert {stream for stream in bytes_of if stream[-1] in "FB"} == wanted
+    assert len(wanted) == 2 * boundaries
+    others = {"s0.X", "s3.T", *(f"r{rank}.C" for rank in range(4))} if boundaries else set()
+    assert bytes_of.keys() - wanted == others
 
 
 def replayed(recovery: dict[str, Any]) -> list[str]:
@@ -47,10 +55,10 @@ def test_each_rank_dies_once_each_in_another_phase(twins: Twins, tmp_path: Path)
         "rank=0,step=9,phase=optimizer",
         "rank=3,step=12,phase=idle",
     ]
-    words = [*SHAPE, "--groups", "0-1,2-3", "--spares", "2"]
+    words = [*SHAPE, "--groups", "0-1,2-3", "--spares", "2", "--directory", str(tmp_path / "drill")]
     report = passed(drill(*words, *kills(*specs), twins=twins, at=tmp_path))
     assert report["exact"] is True
-    as_predicted(report, "0-1,2-3", 1)
+    logged(tmp_path / "drill", "0-1,2-3", 1)
     for recovery, lost in zip(report["recoveries"], [["0", "1"], ["2", "3"]] * 2, strict=True):
         # Who is cut off before it has all gradient norms is a step behind: its group does that step again, or more.
         assert replayed(recovery) in (lost, ["0", "1", "2", "3"])
@@ -61,7 +69,7 @@ def test_each_rank_dies_once_each_in_another_phase(twins: Twins, tmp_path: Path)
 
 
 def test_one_group_of_all_goes_back_to_the_checkpoint_and_logs_nothing(twins: Twins, tmp_path: Path) -> None:
-    words = [*SHAPE, "--groups", "0-3"]
+    words = [*SHAPE, "--groups", "0-3", "--directory", str(tmp_path / "drill")]
     outcome = drill(*words, *kills("rank=2,step=8"), twins=twins, at=tmp_path)
     assert outcome.exit_code == 0, outcome.explain()
     report = outcome.report
@@ -69,15 +77,15 @@ def test_one_group_of_all_goes_back_to_the_checkpoint_and_logs_nothing(twins: Tw
     assert (report["verdict"], report["bitwise_equal"], report["survivors_kept"]) == ("PASS", True, True)
     assert set(report["strategy"].values()) == {"checkpoint"}
     assert report["log"]["records"] == report["log"]["bytes"] == 0
-    as_predicted(report, "0-3", 0)
+    logged(tmp_path / "drill", "0-3", 0)
 
 
 @pytest.mark.matrix
 def test_the_other_member_dies_while_the_group_replays(twins: Twins, tmp_path: Path) -> None:
     specs = ["rank=1,step=8,microbatch=1", "rank=2,phase=replay"]
-    words = [*SHAPE, "--groups", "0,1-2,3", "--spares", "2"]
+    words = [*SHAPE, "--groups", "0,1-2,3", "--spares", "2", "--directory", str(tmp_path / "drill")]
     report = passed(drill(*words, *kills(*specs), twins=twins, at=tmp_path))
-    as_predicted(report, "0,1-2,3", 2)
+    logged(tmp_path / "drill", "0,1-2,3", 2)
     # The replay may just be over when its death is noticed.
     assert sum(len(recovery["generations"]) for recovery in report["recoveries"]) == 2
     assert replayed(report) == ["1", "2"]

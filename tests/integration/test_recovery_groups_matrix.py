@@ -19,7 +19,6 @@ def test_one_kill(groups: str, rank: int, phase: str, twins: Twins, tmp_path: Pa
     words = ["--groups", groups, *kills(f"rank={rank},step=8{where},phase={phase}")]
     report = passed(drill(*words, twins=twins, at=tmp_path))
     assert report["exact"] is True
-    assert report["prediction"]["bytes"]["equal"] is True
     group = next(group for group in GROUPS[groups] if rank in group)
     done_again = {int(stage) for stage, name in report["strategy"].items() if name in ("replay", "catch_up")}
     assert {report["strategy"][str(stage)] for stage in group} == {"replay"}
@@ -34,7 +33,6 @@ def test_gpipe(groups: str, rank: int, twins: Twins, tmp_path: Path) -> None:
     words = ["--schedule", "gpipe", "--groups", groups, *kills(f"rank={rank},step=8,microbatch=2")]
     report = passed(drill(*words, twins=twins, at=tmp_path))
     assert report["exact"] is True
-    assert report["prediction"]["bytes"]["equal"] is True
 
 
 @pytest.mark.parametrize("schedule", ["interleaved1f1b", "zbv"])
@@ -52,7 +50,6 @@ def test_a_group_of_four_of_eight_stages(rank: int, twins: Twins, tmp_path: Path
     words = ["--stages", "8", "--microbatches", "8", "--groups", "0-3,4-7"]
     report = passed(drill(*words, *kills(f"rank={rank},step=8,microbatch=2"), twins=twins, at=tmp_path))
     assert report["exact"] is True
-    assert report["prediction"]["bytes"]["equal"] is True
     lost = {int(stage) for stage, name in report["strategy"].items() if name == "replay"}
     assert lost == set(range(4) if rank < 4 else range(4, 8))
 
@@ -63,7 +60,6 @@ def test_a_stage_with_a_replica_is_copied_and_its_group_keeps_its_state(twins: T
     # Stage 1 alone has lost something; whom the loss caught in the vote finishes its step.
     assert {stage for stage, name in report["strategy"].items() if name == "replica"} == {"1"}
     assert set(report["strategy"].values()) <= {"keep", "roll_forward", "replica"}
-    assert report["prediction"]["bytes"]["equal"] is True
 
 
 def test_a_stage_without_one_takes_all_dp_ranks_of_its_group_along(twins: Twins, tmp_path: Path) -> None:
@@ -95,7 +91,6 @@ def test_two_groups_are_hit_at_once_and_a_third_is_not(twins: Twins, tmp_path: P
     specs = ["rank=1,step=8,microbatch=2,phase=forward", "rank=2,step=8,microbatch=1,phase=forward"]
     words = ["--groups", "0-1,2,3", "--spares", "2"]
     report = passed(drill(*words, *kills(*specs), twins=twins, at=tmp_path))
-    assert report["prediction"]["bytes"]["equal"] is True
     (recovery,) = report["recoveries"]
     assert recovery["strategy"] == {"0": "replay", "1": "replay", "2": "replay", "3": "keep"}
     assert recovery["verified_sends"] > 0
@@ -137,11 +132,8 @@ def test_a_recovery_takes_the_time_that_the_planner_predicts(twins: Twins, tmp_p
     shape = ["--model", "paced", "--steps", "13", "--checkpoint-every", "6"]
     words = [*shape, "--groups", "0,1-3", *kills("rank=2,step=11,microbatch=1")]
     report = passed(drill(*words, twins=twins, at=tmp_path))
-    (recovery,) = report["prediction"]["recoveries"]
-    assert recovery["within"] is True
-    assert recovery["why"] == ""
-    (run,) = recovery["replayed"]
-    assert (run["stages"], run["steps"]) == ([1, 3], 5)
+    (recovery,) = report["recoveries"]
+    found = {replay["rank"]: replay for replay in recovery["replays"]}
+    assert (sorted(found), {replay["steps"] for replay in found.values()}) == ([1, 2, 3], {5})
     # (M + w - 1) t, of stages that sleep for 30 ms and compute a little.
-    assert 6 * 0.03 < run["step_seconds"] < 6 * 0.045
-    assert any(check["name"] == "recovery takes what was predicted" for check in report["checks"])
+    assert all(5 * 6 * 0.03 < replay["seconds"] < 5 * 6 * 0.045 for replay in found.values())

@@ -1,6 +1,7 @@
 """What sets the pace of a replay: a log that is read slowly, or what is computed. Real processes, a real log."""
 
 import contextlib
+import re
 import socket
 import threading
 import time
@@ -178,8 +179,9 @@ def test_a_shared_replay_takes_the_time_that_the_plan_predicts(twins: Twins, tmp
     report = passed(drill(*words, twins=twins, at=tmp_path))
     (recovery,) = report["recoveries"]
     (one,) = [one for one in recovery["replays"] if one["rank"] == 2]
-    assert (one["within"], one["why"], one["bottleneck"]) == (True, "", "compute")
+    assert one["bottleneck"] == "compute"
+    said = re.search(r"rank 2 replays 11 steps in ([0-9.]+) s, 3 ranks; alone in", recovery["plan_reason"])
+    assert said is not None
     # Four of twelve microbatches of stages that sleep for 30 ms and compute a little.
-    assert 11 * 4 * 0.03 < one["predicted_seconds"] < 11 * 4 * 0.045
-    assert "3 ranks; alone in" in recovery["plan_reason"]
-    assert any(check["name"] == "a replay takes what was predicted" for check in report["checks"])
+    assert 11 * 4 * 0.03 < float(said[1]) < 11 * 4 * 0.045
+    assert abs(one["seconds"] / float(said[1]) - 1) < 0.25

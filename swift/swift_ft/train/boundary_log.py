@@ -535,7 +535,7 @@ class Channel:
         """(a rehearsal) Messages inside of a recovery group are read as well, from this rank's own records."""
         self.giving_only: Callable[[], AbstractContextManager[None]] = nullcontext
         """(a rehearsal) Context for a collective whose result is read from the log."""
-        self.profile = StepProfile(self._rank)
+        self.profile = StepProfile()
         self.clock = ReplayClock()
         """(replay) Time of the trainer's thread."""
         self._replayed_too: Mapping[int, int] = {}
@@ -671,7 +671,7 @@ class Channel:
         other.clock = ReplayClock()
         other.shapes = self.shapes.for_helper()
         other.randomness = copy.copy(self.randomness)
-        other.profile = StepProfile(self._rank)
+        other.profile = StepProfile()
         return other
 
     def received(self, stage: int, direction: str, microbatch: int, slot: int, buffer: torch.Tensor) -> None:
@@ -848,7 +848,6 @@ class Channel:
         if now:
             self.profile.beside(tensor.nbytes)
         if self.groups.logs:
-            self.profile.logged(stream, tensor.nbytes)
             try:
                 self._capture.record(stream, key, tensor, now=now, keep=self.replaying)
             except LogInterrupted:

@@ -1,13 +1,11 @@
-"""Profile of a rank's steps: seconds per stage, bytes sent, bytes logged.
+"""Profile of a rank's steps: seconds per stage, bytes sent.
 
 Always on: its cost is two readings of the clock per microbatch of a stage, which is negligible. On a device these are
 events in the training stream, read without a wait once they have passed: the host's clock would measure launches. The
 measurements of recent steps go to the coordinator every few seconds (`swift_ft.planner.types`), for `swift-ft plan` and
-for the recovery planner. With ``SWIFT_PROFILE=1`` every step also emits an event ``profiled`` with the bytes that it
-logged, for the drill's report. Seconds are wall-clock time without waits for a neighbor or the log.
+for the recovery planner. Seconds are wall-clock time without waits for a neighbor or the log.
 """
 
-import os
 import threading
 import time
 from collections import Counter, deque
@@ -17,12 +15,10 @@ from statistics import median, median_low
 from types import TracebackType
 from typing import Any, Protocol
 
-from swift_ft import events
 from swift_ft.device import accelerator_in_use
 from swift_ft.planner.types import RankMeasured, Sent, StageMeasured
 from swift_ft.state.checkpoint_store import Saved
 
-ENV_PROFILE = "SWIFT_PROFILE"
 STEPS_KEPT = 16
 WARM_STEPS = 2
 """First steps of a process, which allocate memory and infer shapes; they are not counted."""
@@ -110,17 +106,14 @@ class _Step:
 class StepProfile:
     """Measurements of one rank's steps.
 
-    (engine) ``begin``; (stages, channel) ``computing``, ``settled``, ``sent``, ``beside``, ``logged``, ``read``;
+    (engine) ``begin``; (stages, channel) ``computing``, ``settled``, ``sent``, ``beside``, ``read``;
     (engine) ``end``; (lease thread) ``measured``.
     """
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._says = os.environ.get(ENV_PROFILE) == "1"
+    def __init__(self) -> None:
         self._watches: dict[tuple[int, str], _Stopwatch] = {}
         self._sent: Counter[tuple[int, int]] = Counter()
         self._other = 0
-        self._logged: Counter[str] = Counter()
         self._read = [0.0, 0.0]
         self._began = 0.0
         self.clock: _Clock = _HOST
@@ -138,7 +131,6 @@ class StepProfile:
             watch.spans = []
         self._sent.clear()
         self._other = 0
-        self._logged.clear()
         self._read = [0.0, 0.0]
         self._busy, self.computed_busy_s = time.thread_time(), 0.0
         self.clock = accelerator_in_use() or _HOST
@@ -164,10 +156,6 @@ class StepProfile:
         """Counts logged bytes that are no stage's message, or that would be logged if there were recovery groups."""
         self._other += size
 
-    def logged(self, stream: str, size: int) -> None:
-        """Counts a record of `size` raw bytes passed to the log."""
-        self._logged[stream] += size
-
     def read(self, size: int, waited_s: float) -> None:
         """(replay) Counts bytes read from the log, and the seconds waited for them."""
         self._read[0] += size
@@ -186,8 +174,6 @@ class StepProfile:
             self._replaying = replay
             while self._ended and self._ended[0].clock.passed(self._ended[0].end):
                 self._recent.append(_as_done(self._ended.popleft()))
-        if self._says:
-            events.emit("profiled", rank=self._rank, step=step, replay=replay, logged=dict(self._logged))
 
     def _as_ended(self, step: int) -> _Ended:
         return _Ended(

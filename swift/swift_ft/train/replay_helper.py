@@ -7,7 +7,6 @@ and after, verifies that it did not change.
 
 import functools
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
@@ -165,8 +164,6 @@ class VerifyingCapture:
     def __init__(self, logged: Mapping[str, Mapping[RecordKey, bytes]]):
         self._logged = logged
         self.verified = 0
-        self.bytes: Counter[str] = Counter()
-        """Bytes compared since the last `clear`, by stream."""
         self.lacking: list[tuple[str, RecordKey, torch.Tensor]] = []
         """Sends that the log lacks."""
 
@@ -183,7 +180,6 @@ class VerifyingCapture:
         if digest != had:
             raise Divergence(differs_words(stream, key, had, digest, who="a helper"))
         self.verified += 1
-        self.bytes[stream] += tensor.nbytes
 
     def wait_copied(self) -> None:
         """Returns at once: no tensor is lent."""
@@ -517,7 +513,6 @@ class _Work:
                 [stream, key.microbatch, key.slot, dtype_name(t), list(t.shape)] for stream, key, t in lacking
             ],
             "verified": self._checked.verified - self._verified,
-            "bytes": self._checked.bytes,
             "records": self._channel.records_read - self._told,
             "microbatches": len(self._own) * len(self._stages),
             "strides": strides,
@@ -525,7 +520,6 @@ class _Work:
         }
         self._verified, self._told = self._checked.verified, self._channel.records_read
         self._post.note(owner, told, [*losses.values(), *(tensor for _, _, tensor in lacking)])
-        self._checked.bytes.clear()
 
     def done(self) -> dict[str, Any]:
         return {

@@ -537,8 +537,6 @@ class Owner:
             told["lacking"], tensors[len(told["losses"]) :], strict=True
         ):
             self._channel.hand_in(stream, RecordKey(self._channel.step, mb, slot), value)
-        for stream, size in told["bytes"].items():  # they count as this rank's, though a helper computed them
-            self._channel.profile.logged(stream, size)
         self.helped.verified += told["verified"]
         self.helped.records += told["records"]
         self.helped.microbatches += told["microbatches"]

@@ -103,12 +103,3 @@ def test_a_live_corruption_is_not_where_the_server_would_write_it_whole_again(tm
     small = write_segment(tmp_path / "small", range(5, 8))
     assert small.stat().st_size < 4096
     assert damage.corrupt_stream([tmp_path / "small"], STREAM, 8, seed=0) is None
-
-
-def test_what_is_in_the_log_is_counted_by_stream_and_step(tmp_path: Path) -> None:
-    """Two servers with a copy each, of which one began later: of each step the one that has more of it."""
-    write_segment(tmp_path / "one", range(1, 3), body_bytes=16)
-    write_segment(tmp_path / "two", range(2, 4), body_bytes=20)
-    assert run.logged_bytes([tmp_path / "one"]) == {STREAM: {1: 32, 2: 32}}
-    both = run.logged_bytes([tmp_path / "one", tmp_path / "two", tmp_path / "gone"])
-    assert both == {STREAM: {1: 32, 2: 40, 3: 40}}

@@ -1,14 +1,13 @@
-"""Replays in the report: what set their pace, what was predicted, what an interruption cost."""
+"""Replays in the report: what set their pace, what an interruption cost."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from swift_ft.lab.drill import replay_report, report, timeline
-from swift_ft.lab.drill.config import DrillConfig
-from swift_ft.lab.drill.facts import Evidence, Facts
-from tests.unit.drill.evidence import CHECKPOINT, KILL_STEP, NEW_PID, RANKS, Trace, config, good, kept
+from swift_ft.lab.drill import replay_report, timeline
+from swift_ft.lab.drill.facts import Evidence
+from tests.unit.drill.evidence import CHECKPOINT, KILL_STEP, NEW_PID, Trace, good, kept
 
 SPLIT = {"compute": 0.2, "log": 0.05, "neighbour": 0.0, "line": 0.05}
 STEPS_REPLAYED = KILL_STEP - CHECKPOINT
@@ -19,10 +18,6 @@ def told(seconds: float = 0.3, bottleneck: str = "compute") -> dict[str, Any]:
     return {"seconds": seconds, "bottleneck": bottleneck, "split": SPLIT, "waits": waits}
 
 
-def paced(**changes: Any) -> DrillConfig:
-    return config(helpers=2, model="paced", **changes)
-
-
 def with_replay(**fields: Any) -> Any:
     """The evidence of a run that went well, its replay saying more."""
     evidence = good()
@@ -30,83 +25,25 @@ def with_replay(**fields: Any) -> Any:
     return replace(evidence, events=events)
 
 
-def shown(evidence: Evidence, made: DrillConfig, cores: int = RANKS) -> dict[str, Any]:
-    """`cores`: unless it is said, no ranks share one."""
-    facts = Facts.of(made, replace(evidence, cores=cores))
-    (replay,) = replay_report.replays(facts, facts.recoveries[0])
+def shown(evidence: Evidence) -> dict[str, Any]:
+    (recovery,) = timeline.recoveries(evidence.events)
+    (replay,) = replay_report.replays(recovery)
     return replay
 
 
-def with_plan(evidence: Any, **fields: Any) -> Any:
-    return replace(evidence, events=[{**e, **fields} if e["event"] == "plan" else e for e in evidence.events])
-
-
-def promised(seconds: float) -> list[dict[str, Any]]:
-    return [{"rank": 2, "workers": 3, "steps": STEPS_REPLAYED, "seconds": seconds, "alone_s": 9.0}]
-
-
 def test_what_set_the_pace() -> None:
-    one = shown(with_replay(**told()), paced())
+    one = shown(with_replay(**told()))
     assert (one["rank"], one["steps"], one["bottleneck"], one["split"]) == (
         2,
         STEPS_REPLAYED,
         "compute",
         SPLIT,
     )
-    assert one["predicted_seconds"] is None
     assert replay_report.paced_by(one) == (
         "rank 2: computing (0.20 s computing, 0.05 s the log, 0.05 s the line of 0.30 s)"
     )
-    slow = shown(with_replay(**told(bottleneck="log")), paced())
+    slow = shown(with_replay(**told(bottleneck="log")))
     assert replay_report.paced_by(slow).startswith("rank 2: the log (")
-
-
-@pytest.mark.parametrize(("promise", "within"), [(0.31, True), (0.25, True), (0.23, False), (0.41, False)])
-def test_the_plans_prediction_is_judged(promise: float, within: bool) -> None:
-    evidence = with_plan(with_replay(**told()), predictions=promised(promise))
-    one = shown(evidence, paced())
-    assert (one["predicted_seconds"], one["within"]) == (promise, within)
-    assert one["ratio"] == pytest.approx(0.3 / promise)
-    result = report.build(Facts.of(paced(), replace(evidence, cores=RANKS)))
-    (check,) = [c for c in result["checks"] if c["name"] == "a replay takes what was predicted"]
-    assert check["answer"] is within
-    assert (result["verdict"] == "FAIL") is not within
-    assert ("NOT within a quarter" in replay_report.paced_by(one)) is not within
-
-
-def test_not_where_ranks_share_cores() -> None:
-    evidence = with_plan(with_replay(**told()), predictions=promised(9.0))
-    crowded = config(helpers=2)
-    one = shown(evidence, crowded, cores=2)
-    assert one["within"] is None
-    assert one["why"].startswith("INCONCLUSIVE: 4 ranks compute on 2 cores")
-    assert shown(evidence, crowded, cores=8)["within"] is False
-    assert not [c for c in report.build(Facts.of(crowded, evidence))["checks"] if "predicted" in c["name"]]
-
-
-def test_not_where_a_step_is_too_short_for_shared_cores() -> None:
-    evidence = with_plan(with_replay(**told(seconds=0.5)), predictions=promised(STEPS_REPLAYED * 0.09))
-    one = shown(evidence, paced(), cores=2)
-    assert one["within"] is None
-    assert "a step of 90 ms" in one["why"]
-    assert shown(evidence, paced())["within"] is False
-    longer = with_plan(evidence, predictions=promised(STEPS_REPLAYED * 0.11))
-    assert shown(longer, paced(), cores=2)["within"] is False
-
-
-def test_only_the_one_that_was_to_take_longest_is_judged() -> None:
-    """A rank that lags behind waits for the one that replays more."""
-    evidence = with_replay(**told())
-    both = [*promised(0.3), {"rank": 1, "workers": 1, "steps": 1, "seconds": 0.1, "alone_s": 0.1}]
-    end = next(e for e in evidence.events if e["event"] == "replay_end")
-    at = evidence.events.index(end)
-    events = [*evidence.events[:at], {**end, "rank": 1, "steps": 1}, *evidence.events[at:]]
-    lagging = with_plan(replace(evidence, events=events, cores=RANKS), predictions=both)
-    facts = Facts.of(paced(), lagging)
-    found = {replay["rank"]: replay for replay in replay_report.replays(facts, facts.recoveries[0])}
-    assert found[2]["within"] is True
-    assert found[1]["within"] is None
-    assert found[1]["ratio"] == pytest.approx(3.0)
 
 
 def interrupted(again: bool = False, kept_steps: int = 2) -> Trace:

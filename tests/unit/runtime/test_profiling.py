@@ -1,53 +1,11 @@
-"""What a step is said to have cost: nothing of the step before, and events only where they are asked for."""
+"""What a step is said to have cost: nothing of the step before."""
 
 import time
-from typing import Any
 
 import pytest
 
-from swift_ft import events
 from swift_ft.planner import RankMeasured, Sent
-from swift_ft.train.profiling import ENV_PROFILE, STEPS_KEPT, WARM_STEPS, StepProfile
-
-
-@pytest.fixture
-def emitted(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    monkeypatch.setattr(events, "emit", lambda event, **fields: found.append({"event": event, **fields}))
-    return found
-
-
-def step(profile: StepProfile, number: int, size: int) -> None:
-    profile.begin()
-    for _ in range(2):
-        with profile.computing(3, "F"):
-            time.sleep(0.01)
-        profile.logged("s3.F", size)
-    profile.read(7, 0.5)
-    time.sleep(0.02)  # for a collective
-    profile.settled()
-    time.sleep(0.005)
-    profile.end(number, replay=False)
-
-
-def test_each_step_by_itself(emitted: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ENV_PROFILE, "1")
-    profile = StepProfile(5)
-    step(profile, 0, 100)
-    step(profile, 1, 40)
-    about = {"event": "profiled", "rank": 5, "replay": False}
-    assert emitted == [
-        {**about, "step": 0, "logged": {"s3.F": 200}},
-        {**about, "step": 1, "logged": {"s3.F": 80}},
-    ]
-
-
-def test_nothing_unless_it_is_asked_for(
-    emitted: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(ENV_PROFILE, raising=False)
-    step(StepProfile(5), 0, 100)
-    assert emitted == []
+from swift_ft.train.profiling import STEPS_KEPT, WARM_STEPS, StepProfile
 
 
 def counted(
@@ -71,8 +29,8 @@ def measured(profile: StepProfile) -> RankMeasured | None:
     return profile.measured({3: 11}, None, None)
 
 
-def test_recent_steps_are_measured_whether_or_not_anybody_wants_events() -> None:
-    profile = StepProfile(5)
+def test_recent_steps_are_measured() -> None:
+    profile = StepProfile()
     for number in range(WARM_STEPS):
         counted(profile, number, 1000)
     assert measured(profile) is None  # the first steps are like no other
@@ -88,7 +46,7 @@ def test_recent_steps_are_measured_whether_or_not_anybody_wants_events() -> None
 
 
 def test_no_more_than_the_last_steps_count() -> None:
-    profile = StepProfile(5)
+    profile = StepProfile()
     for number in range(WARM_STEPS + STEPS_KEPT):
         counted(profile, number, 100)
     for number in range(STEPS_KEPT // 2 + 1):
@@ -99,7 +57,7 @@ def test_no_more_than_the_last_steps_count() -> None:
 
 
 def test_replayed_steps_tell_of_the_log_alone() -> None:
-    profile = StepProfile(5)
+    profile = StepProfile()
     for number in range(WARM_STEPS + 1):
         counted(profile, number, 100)
     for number in range(3):
@@ -117,7 +75,7 @@ def test_replayed_steps_tell_of_the_log_alone() -> None:
 
 
 def test_a_step_that_is_dropped_leaves_nothing() -> None:
-    profile = StepProfile(5)
+    profile = StepProfile()
     for number in range(WARM_STEPS):
         counted(profile, number, 100)
     profile.begin()
@@ -134,7 +92,7 @@ def test_a_step_that_is_dropped_leaves_nothing() -> None:
 def test_times_are_of_one_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    profile = StepProfile(0)
+    profile = StepProfile()
     for number, slow in enumerate([0.0] * WARM_STEPS + [0.0, 0.0, 4.0]):  # one step of three was held up
         profile.begin()
         for kind, seconds in (("F", 1.0), ("F", 3.0 + slow), ("B", 4.0), ("B", 4.0), ("W", 2.0), ("W", 2.0)):

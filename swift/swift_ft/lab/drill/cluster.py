@@ -421,15 +421,6 @@ class Cluster:
             **({"lost": True, "number": server, "address": self._addresses[name]} if for_good else {}),
         )
 
-    def fetch_profile(self, path: Path) -> str:
-        """Runs `swift-ft plan` on the job, one machine per rank, and saves the profile to `path`. Returns the error, or
-        "" if it succeeded."""
-        env = self._env | (self._security.environment(LAUNCHER) if self._security is not None else {})
-        command = [sys.executable, "-P", "-m", "swift_ft.cli", "plan", "--machine-per-rank"]
-        command += ["--coordinator", self._addresses[COORDINATOR], "--job", JOB, "--save-profile", str(path)]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
-        return "" if done.returncode == 0 else done.stderr.strip() or f"exit code {done.returncode}"
-
     def output_tail(self) -> str:
         """Returns the last lines of every process's output, for debugging."""
         return "\n".join(filter(None, (process.tail() for process in self._processes.values())))

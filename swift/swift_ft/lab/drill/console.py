@@ -242,7 +242,6 @@ def fact_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
             "log",
             [f"{log['records']} records, {_megabytes(log['bytes'])}; {log['verified_sends']} sends verified"],
         ),
-        ("as predicted", _predicted(result["prediction"]) if result["prediction"] else []),
         ("steps per second", [", ".join(pace)]),
         ("final loss", [_lost(result["loss"])] if result["loss"] else []),
         ("a flipped bit in a log", [": ".join(filter(None, [caught, control.get("refused")]))]),
@@ -275,21 +274,6 @@ def _cut_short(step: Mapping[str, Any]) -> str:
     kinds = Counter(tuple(bucket["contributors"]) for bucket in step["buckets"])
     means = "; ".join(f"{count} of ranks {_listed(ranks)}" for ranks, count in kinds.items())
     return f"step {step['step']}: buckets that are means: {means}"
-
-
-def _predicted(prediction: Mapping[str, Any]) -> list[str]:
-    sizes = prediction["bytes"]
-    per_step = sizes["per_step"]
-    equal = {True: "yes", False: "NO", None: "?"}[sizes["equal"]]
-    lines = [f"{equal}: {per_step['predicted']} bytes a step between groups {prediction['groups']}"]
-    for recovery in prediction["recoveries"]:
-        if recovery["ratio"] is None:
-            lines.append(recovery["why"])
-            continue
-        judged = {True: "within a quarter", False: "NOT within a quarter", None: recovery["why"]}
-        took, expected = seconds(recovery["measured_seconds"]), seconds(recovery["predicted_seconds"])
-        lines.append(f"load and replay {took}, predicted {expected}: {judged[recovery['within']]}")
-    return lines
 
 
 def _undone(undo: Mapping[str, Any]) -> str:

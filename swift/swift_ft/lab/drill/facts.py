@@ -18,7 +18,6 @@ from swift_ft.lab.drill import loss, timeline
 from swift_ft.lab.drill.config import DrillConfig
 from swift_ft.lab.drill.timeline import Event, Recovery
 from swift_ft.lab.drill.verdict_checks import TRAINED_FIELDS, Comparison, Digest, compare
-from swift_ft.lab.plan.profile import Profile
 from swift_ft.text import tell
 
 # The input of a report, built once: the configuration, the evidence of both runs, and the facts derived from them.
@@ -50,14 +49,6 @@ class Evidence:
     calculated: Mapping[int, Digest] = field(default_factory=dict)
     """version -> digests of an independent calculation of a run that drops batches; empty: not calculated."""
     twin_losses: loss.Losses = field(default_factory=dict)
-    cores: int | None = None
-    """Number of cores, shared by all processes of the run."""
-    in_log: Mapping[str, Mapping[int, int]] | None = None
-    """stream -> step -> raw bytes of the records in the log at the end; None: not examined."""
-    fetched: Profile | None = None
-    """Profile that `swift-ft plan` fetched from the job itself."""
-    not_fetched: str = ""
-    """Reason that `fetched` is None."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -41,7 +41,6 @@ def build(facts: Facts) -> dict[str, Any]:
         vacancies=facts.asked.shrinks,
     )
     survivors = timeline.survivors_kept(facts.events, facts.asked.topology.ranks)
-    predicted, prediction_checks = replay_report.section(facts)
     shown = [_recovery(facts, recovery) for recovery in facts.recoveries]
     checks = [
         *_run_checks(facts),
@@ -53,7 +52,6 @@ def build(facts: Facts) -> dict[str, Any]:
         *_recovery_checks(facts),
         *_log_checks(facts),
         *replay_report.check_helpers(facts.asked.helpers, facts.recoveries),
-        *prediction_checks,
         *replay_report.replay_checks(shown),
         _negative_control_check(facts),
     ]
@@ -92,7 +90,6 @@ def build(facts: Facts) -> dict[str, Any]:
             (r.freed_seconds for r in facts.recoveries if r.freed_seconds is not None), default=None
         ),
         "log": {**_log(facts), **log_places(facts.events)},
-        "prediction": predicted,
         "corruption": facts.evidence.corruption,
         "negative_control": facts.evidence.negative_control or {"caught": None},
         "rehearsals": timeline.rehearsals(facts.events),
@@ -319,7 +316,7 @@ def _recovery(facts: Facts, recovery: Recovery) -> dict[str, Any]:
         **report_replicas.copies([recovery]),
         "undo": report_replicas.undo([recovery]),
         "shared_replays": replay_report.helped_replays([recovery]),
-        "replays": replay_report.replays(facts, recovery),
+        "replays": replay_report.replays(recovery),
         "interruptions": replay_report.interruptions(recovery),
         "verified_sends": recovery.replayed("verified"),
         "survivors_freed_seconds": recovery.freed_seconds,

@@ -13,8 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from swift_ft.fault_grammar import (
     fault_id,
 )
 from swift_ft.files import make_directory, read_given, write_whole
-from swift_ft.lab.drill import faults, loss, replay_report, shrinking, timeline
+from swift_ft.lab.drill import faults, loss, shrinking, timeline
 from swift_ft.lab.drill.cluster import JOB, POLL_S, Cluster, Security
 from swift_ft.lab.drill.config import DrillConfig, same_identity
 from swift_ft.lab.drill.console import LiveProgress
@@ -40,7 +39,6 @@ from swift_ft.lab.drill.report_strategies import told
 from swift_ft.lab.drill.verdict_checks import Digest
 from swift_ft.lab.failures import damage
 from swift_ft.lab.failures.damage import EXTERNAL, HeldVictims, flip, segment_files
-from swift_ft.lab.plan.profile import read as read_profile
 from swift_ft.log import segment
 
 # Negative controls: a flipped bit in a log must be detected, or a PASS is meaningless.
@@ -68,23 +66,6 @@ def snapshot(log_directories: Sequence[Path], into: Path) -> Path | None:
             pass
         copy.unlink(missing_ok=True)
     return None
-
-
-def logged_bytes(log_directories: Iterable[Path]) -> dict[str, dict[int, int]]:
-    """(after the services have ended) Returns stream -> step -> raw bytes of its records: the maximum over the log
-    servers."""
-    bytes_of: dict[str, dict[int, int]] = {}
-    for directory in log_directories:
-        here: dict[str, Counter[int]] = {}
-        for path in segment_files([directory], "*"):
-            steps = here.setdefault(path.parent.name, Counter())
-            for record in segment.walk(path, verify_bodies=False).records:
-                steps[record.header.key.step] += record.header.raw_bytes
-        for stream, steps in here.items():
-            most = bytes_of.setdefault(stream, {})
-            for step, size in steps.items():
-                most[step] = max(size, most.get(step, 0))
-    return bytes_of
 
 
 def flip_and_read(copy: Path | None, seed: int) -> dict[str, Any]:
@@ -193,7 +174,6 @@ class FaultedRun:
         self._corruption: dict[str, Any] | None = None
         self._copy: Path | None = None
         self._copy_tried = 0.0
-        self._not_fetched = "nobody asked for it"
         self.output = ""
         """The last lines of every process's output, if the run failed."""
         self.directory = directory
@@ -219,7 +199,6 @@ class FaultedRun:
                 # Measuring an undo's error costs copies of state that the step changes; a drill needs the error.
                 **({"SWIFT_UNDO_MEASURE": "1"} if config.updates == "wait_free" else {}),
                 "SWIFT_REHEARSE": config.rehearse,
-                **({"SWIFT_PROFILE": "1"} if config.groups.starts else {}),
             },
             security=Security(directory / "security", JOB) if config.secure else None,
             log_servers=config.log_servers,
@@ -238,8 +217,6 @@ class FaultedRun:
                 self.output = self._cluster.output_tail()
             if self._copy is None:
                 self._copy = snapshot(self._cluster.log_directories, self.directory / "control")
-            if code == 0 and replay_report.is_planned(self._config):
-                self._not_fetched = self._cluster.fetch_profile(self.directory / "profile.json")
         trace = events.read(self.directory / "events")
         without = twin()
         calculated = self._calculated(trace) if self._config.drops else {}
@@ -257,10 +234,6 @@ class FaultedRun:
             negative_control=flip_and_read(self._copy, self._config.seed),
             calculated=calculated,
             twin_losses=without.losses,
-            cores=len(os.sched_getaffinity(0)),
-            in_log=logged_bytes(self._cluster.log_directories) if self._config.groups.starts else None,
-            fetched=None if self._not_fetched else read_profile(self.directory / "profile.json"),
-            not_fetched=self._not_fetched,
         )
 
     def _calculated(self, trace: list[dict[str, Any]]) -> dict[int, Digest]:

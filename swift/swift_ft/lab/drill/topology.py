@@ -15,10 +15,9 @@ from swift_ft.lab.drill.options import of_both, options_of
 from swift_ft.log import record
 from swift_ft.planner.groups import RecoveryGroups
 
-# Sizes of the drill's models, and what follows from them for the log. No torch.
+# Sizes of the drill's models. No torch.
 
 VOCABULARY = 256
-_FLOAT_BYTES, _TOKEN_BYTES = 4, 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,16 +39,6 @@ class ModelConfig:
     """Seconds that a stage sleeps in each microbatch's forward, like a device that computes without using the CPU."""
     backward_s: float = 0.0
 
-    @property
-    def boundary_bytes(self) -> int:
-        """Returns the bytes that cross a boundary for one microbatch, in each direction: b s h e."""
-        return self.microbatch * self.sequence * self.width * _FLOAT_BYTES
-
-    @property
-    def batch_bytes(self) -> int:
-        """Returns the bytes of the inputs of one microbatch, and equally of its targets."""
-        return self.microbatch * self.sequence * _TOKEN_BYTES
-
 
 _TINY = ModelConfig(layers=8, width=32, heads=2, sequence=16, microbatch=2, bucket_bytes=16 << 10)
 MODELS = {
@@ -59,8 +48,6 @@ MODELS = {
     # ranks share two cores.
     "paced": replace(_TINY, forward_s=0.01, backward_s=0.02),
 }
-NORM_BYTES = 4
-"""Size of the global gradient norm, the only result of a collective that a rank logs."""
 
 
 # name -> (stages on each rank, placed as a V)

@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> None:
         bucket_bytes=config.bucket_bytes,
         log_queue_bytes=LOG_QUEUE_BYTES,
         helpers=args.helpers,
-        last_checkpoint=False,  # the log's content at the end is compared with the prediction
+        last_checkpoint=False,  # no later run resumes from it
     ) as session:
         indices, num_stages = topology.stages_of(session.pipeline_rank * args.replicas), topology.stages
         modules: list[torch.nn.Module] = [
