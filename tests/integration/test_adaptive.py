@@ -88,7 +88,6 @@ def test_a_loss_has_been_planned_for_before_it_comes(tmp_path: Path) -> None:
 
     planned_by = named(outcome, "planned_by")
     assert [event["ahead"] for event in planned_by] == [True] * 5
-    assert all(event["transfer"] > 0 for event in planned_by), "messages were measured"
     begun = min(event["t"] for event in planned_by)
     ahead = {(e["rank"], e["lost"]) for e in named(outcome, "planned_ahead") if e["t"] < begun}
     assert ahead == {(rank, (rank + 1) % 6) for rank in range(6)}, "each for the next one"

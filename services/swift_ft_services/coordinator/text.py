@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from itertools import islice
 
-from swift_ft.planner import Help, Plan, RankPlan, Report
+from swift_ft.planner import Plan, RankPlan, Report
 from swift_ft_services.coordinator.job_record import JobRow, State
 
 NAMED_MAX = 64
@@ -58,15 +58,10 @@ def plan_fields(plan: Plan) -> dict[str, object]:
         "target_version": plan.target_version,
         "exact": plan.exact,
         "ranks": [_rank_fields(r) for r in plan.ranks],
-        **({"help": [_help_fields(h) for h in plan.help]} if plan.help else {}),
+        **({"help": [asdict(help) for help in plan.help]} if plan.help else {}),
         **({"predictions": [asdict(one) for one in plan.predictions]} if plan.predictions else {}),
         "reason": plan.reason,
     }
-
-
-def _help_fields(h: Help) -> dict[str, object]:
-    together = {"together": list(h.together)} if h.together else {}
-    return {"owner": h.owner, "helpers": list(h.helpers), "until": h.until, **together}
 
 
 def _rank_fields(r: RankPlan) -> dict[str, object]:

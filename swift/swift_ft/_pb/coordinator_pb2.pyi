@@ -380,7 +380,6 @@ class Help(_message.Message):
     OWNER_FIELD_NUMBER: _builtins.int
     HELPERS_FIELD_NUMBER: _builtins.int
     UNTIL_FIELD_NUMBER: _builtins.int
-    TOGETHER_FIELD_NUMBER: _builtins.int
     owner: _builtins.int
     """the rank that replays"""
     until: _builtins.int
@@ -389,21 +388,16 @@ class Help(_message.Message):
     def helpers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """they hold the target version and keep it meanwhile; nearest first"""
 
-    @_builtins.property
-    def together(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """a recovery group of several stages: its ranks, by stage; helpers[k] of all are copy k"""
-
     def __init__(
         self,
         *,
         owner: _builtins.int = ...,
         helpers: _abc.Iterable[_builtins.int] | None = ...,
         until: _builtins.int = ...,
-        together: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["helpers", b"helpers", "owner", b"owner", "together", b"together", "until", b"until"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["helpers", b"helpers", "owner", b"owner", "until", b"until"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -92,12 +92,11 @@ class Misspeculated(Exception):
 #     tags                             what                                              when
 #     0 …                              torch's schedules, and trainers by hand           in a step
 #     REPLICA_HEADER … REPLICA_CHUNK+  a state; its chunks are numbered                  in a recovery, or between steps
-#     NOTE … INNER_GRADIENTS           a shared replay; buckets are numbered             in a replay
+#     NOTE … GRADIENTS+                a shared replay; buckets are numbered             in a replay
 #     REROUTED …                       messages between stages, by microbatch            in a step of a degraded world
-#     PROBE                            a message that is timed                           before a step of all ranks
 #     first_tag(number) …              the collectives of the group with this number     any time
 #
-# The first five are never in flight at once, and stay below `COLLECTIVES`. A tag is a C int: below 2^31.
+# The first four are never in flight at once, and stay below `COLLECTIVES`. A tag is a C int: below 2^31.
 
 REPLICA_HEADER, REPLICA_MANIFEST, REPLICA_DIGESTS = 1, 2, 3
 REPLICA_CHUNK = 16
@@ -105,11 +104,9 @@ REPLICA_CHUNK = 16
 NOTE, NOTE_PAYLOAD = 1 << 16, (1 << 16) + 1
 WEIGHTS = 1 << 17
 GRADIENTS_MASK, GRADIENTS = (1 << 18) - 1, 1 << 18
-INNER_ACTIVATIONS, INNER_GRADIENTS = 1 << 19, (1 << 19) + 1
 
 REROUTED = 1 << 19
 """First tag of rerouted messages; the range ends at `COLLECTIVES`."""
-PROBE = REROUTED
 
 COLLECTIVES = 1 << 20
 """Tags that each group has for its collectives."""

@@ -44,9 +44,6 @@ class Help:
     """Ranks that keep their own state meanwhile, nearest first."""
     until: int
     """The version at which the helpers are done; the owner replays the rest alone."""
-    together: tuple[int, ...] = ()
-    """(a recovery group of several stages) Its ranks by stage, the owner included. All have the same number of helpers:
-    the first helpers of all form one copy of the group, the second ones another. Empty: the owner alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

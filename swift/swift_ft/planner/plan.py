@@ -400,8 +400,7 @@ def _lacking(reports: Sequence[Report], copies: Mapping[int, Mapping[int, object
 # and its outputs must have been delivered before. So a replay is shared only up to the version from which a
 # neighbouring stage is recomputed as well; the owner alone replays the rest, where the two feed each other.
 #
-# A recovery group of w stages is helped by whole copies of w ranks, one for each of its stages: transfers inside the
-# group are in no log, so a helper at one stage needs helpers at the others.
+# Only a rank that is a recovery group by itself is helped: what passes inside a group of several is in no log.
 #
 # The number of helpers depends on the costs of the replay (`swift_ft.planner.replay_cost`); if these are unknown, it is
 # the most that is allowed.
@@ -419,75 +418,42 @@ def helps(
     groups: RecoveryGroups = RecoveryGroups(),  # noqa: B008  (frozen)
     predictor: Predictor | None = None,
 ) -> tuple[Help, ...]:
-    """Assigns helpers: at most `at_most` copies for each group that replays, the nearest ranks first; a rank helps one
-    replay only. Assigns fewer if the `predictor` expects no gain from more."""
+    """Assigns helpers: at most `at_most` to each rank that replays, the nearest first; a rank helps one replay only.
+    Assigns fewer if the `predictor` expects no gain from more."""
     by_rank = {rank_plan.rank: rank_plan for rank_plan in ranks}
     if at_most < 1 or assignment.dp_size > 1:
         return ()
+    alone = [m[0][0] for m in groups.together(assignment.groups(), assignment.stages) if len(m) == 1]
     spans = {
-        owners: until
-        for owners in _replaying(assignment, groups, by_rank)
-        if (until := _until(owners, target, assignment, by_rank)) - by_rank[owners[0]].from_version
-        >= STEPS_MIN
+        owner: until
+        for owner in alone
+        if by_rank[owner].policy.replays
+        and (until := _until(owner, target, assignment, by_rank)) - by_rank[owner].from_version >= STEPS_MIN
     }
     free = [r.rank for r in reports if r.can_help and by_rank[r.rank].policy.rests]
     wanted = predictor.wanted(spans, at_most, len(free)) if predictor is not None else {}
-    chosen: dict[tuple[int, ...], list[tuple[int, ...]]] = {owners: [] for owners in spans}
+    chosen: dict[int, list[int]] = {owner: [] for owner in spans}
     for _ in range(at_most):  # in turns: all ranks wait for the slowest replay
-        for owners, copies in chosen.items():
-            if len(free) >= len(owners) and len(copies) < wanted.get(owners, at_most):
-                copies.append(_nearest_free(owners, free))
-                free = [rank for rank in free if rank not in copies[-1]]
+        for owner, helpers in chosen.items():
+            if free and len(helpers) < wanted.get(owner, at_most):
+                helpers.append(min(free, key=lambda rank: (abs(rank - owner), rank)))
+                free.remove(helpers[-1])
     return tuple(
-        Help(
-            owner=owner,
-            helpers=tuple(copy[place] for copy in copies),
-            until=spans[owners],
-            together=owners if len(owners) > 1 else (),
-        )
-        for owners, copies in chosen.items()
-        if copies
-        for place, owner in enumerate(owners)
+        Help(owner=owner, helpers=tuple(helpers), until=spans[owner])
+        for owner, helpers in chosen.items()
+        if helpers
     )
 
 
 def words(sharing: Sequence[Help]) -> list[str]:
-    """Describes each helped group in words: its helpers, and the last version."""
-    told = []
-    for owners, until in dict.fromkeys((help.together or (help.owner,), help.until) for help in sharing):
-        helpers = [help.helpers for help in sharing if help.owner in owners]
-        copies = [rank for copy in zip(*helpers, strict=True) for rank in copy]
-        told.append(f"{_ranks(copies)} to help {_ranks(owners)} up to version {until}")
-    return told
+    """Describes each helped replay in words: its helpers, and the last version."""
+    return [
+        f"{_ranks(help.helpers)} to help rank {help.owner} up to version {help.until}" for help in sharing
+    ]
 
 
-def _replaying(
-    assignment: Assignment, groups: RecoveryGroups, by_rank: Mapping[int, RankPlan]
-) -> list[tuple[int, ...]]:
-    """Returns the ranks, by stage, of each recovery group all of whose ranks replay from one version."""
-    replaying = []
-    for members in groups.together(assignment.groups(), assignment.stages):
-        owners = tuple(rank for (rank,) in members)
-        plans = [by_rank[rank] for rank in owners]
-        if (
-            all(rank_plan.policy.replays for rank_plan in plans)
-            and len({rank_plan.from_version for rank_plan in plans}) == 1
-            and (len(owners) == 1 or all(len(assignment.stages[rank]) == 1 for rank in owners))
-        ):
-            replaying.append(owners)
-    return replaying
-
-
-def _nearest_free(owners: Sequence[int], free: Sequence[int]) -> tuple[int, ...]:
-    """Returns one free rank for each stage of the group, ascending, because neighbours feed each other."""
-    by_distance = sorted(free, key=lambda rank: (min(abs(rank - owner) for owner in owners), rank))
-    return tuple(sorted(by_distance[: len(owners)]))
-
-
-def _until(
-    owners: Sequence[int], target: int, assignment: Assignment, by_rank: Mapping[int, RankPlan]
-) -> int:
-    own = {stage for owner in owners for stage in assignment.stages[owner]}
+def _until(owner: int, target: int, assignment: Assignment, by_rank: Mapping[int, RankPlan]) -> int:
+    own = set(assignment.stages[owner])
     beside = {
         other for stage in own for other in (stage - 1, stage + 1) if 0 <= other < assignment.num_stages
     }

@@ -15,11 +15,11 @@ from swift_ft.planner.types import RankMeasured
 # Predicted time of a replay, and the number of ranks for which it is shortest.
 #
 # Formulas (4) to (6) of docs/planning.md, for the line of docs/replay.md. Neighbouring stages that replay together, or
-# one alone; d ranks each share their M microbatches. t: seconds of a stage for a microbatch; u: its update; G: bytes of
-# its weights, and as many of gradients; b: a bucket; V: bytes that it reads per step:
+# one alone, whose M microbatches d ranks share. t: seconds of a stage for a microbatch; u: its update; G: bytes of its
+# weights, and as many of gradients; b: a bucket; V: bytes that it reads per step:
 #
 #     step(d) = max(sum(t) + (ceil(M / d) - 1) max(t) + max(u) + line(d), max(V) / B_log)
-#     line(d) = 2 (max(G) + (d - 2) b) / B_link if d > 1, else 0
+#     line(d) = 2 (G + (d - 2) b) / B_link if d > 1, else 0
 #
 # Without a measurement a link is assumed to have LINK_BYTES_PER_S. A log of which hardly anything was read is assumed
 # to cause no wait.
@@ -74,20 +74,20 @@ def step_s(costs: Sequence[StageCost], workers: int = 1, link_bytes_per_s: float
     return max([took, *(cost.read_bytes / cost.log_bytes_per_s for cost in costs)])
 
 
-def fewest(seconds: Mapping[tuple[int, ...], Sequence[float]], free: int) -> dict[tuple[int, ...], int]:
-    """Returns owners -> the number of copies that help them. `seconds`: of each, its replay with 0, 1, 2 … copies. A
-    copy takes as many of the `free` ranks as there are owners.
+def fewest(seconds: Mapping[int, Sequence[float]], free: int) -> dict[int, int]:
+    """Returns owner -> the number of ranks that help it, of `free` ranks. `seconds`: of each, its replay with 0, 1, 2 …
+    helpers.
 
-    All ranks wait for the longest replay. It is made as short as possible, with the fewest copies that achieve it. Help
-    that does not shorten it is not used.
+    All ranks wait for the longest replay. It is made as short as possible, with the fewest helpers that achieve it.
+    Help that does not shorten it is not used.
     """
     for limit in sorted({option_s for options in seconds.values() for option_s in options}):
         wanted = {
-            owners: next((n for n, option_s in enumerate(options) if option_s <= limit * _EQUAL), None)
-            for owners, options in seconds.items()
+            owner: next((n for n, option_s in enumerate(options) if option_s <= limit * _EQUAL), None)
+            for owner, options in seconds.items()
         }
-        chosen = {owners: count for owners, count in wanted.items() if count is not None}
-        if len(chosen) == len(seconds) and sum(len(o) * count for o, count in chosen.items()) <= free:
+        chosen = {owner: count for owner, count in wanted.items() if count is not None}
+        if len(chosen) == len(seconds) and sum(chosen.values()) <= free:
             return chosen
     return dict.fromkeys(seconds, 0)
 
@@ -139,17 +139,14 @@ class Predictor:
         self._plans = {rank_plan.rank: rank_plan for rank_plan in ranks}
         self._target, self._assignment, self._costs = target, assignment, costs
 
-    def wanted(
-        self, spans: Mapping[tuple[int, ...], int], at_most: int, free: int
-    ) -> dict[tuple[int, ...], int]:
-        """Returns the number of copies, for each group that replays together, that makes the recovery shortest; empty
-        if a group's time is unknown. `spans`: the version up to which each may be helped."""
+    def wanted(self, spans: Mapping[int, int], at_most: int, free: int) -> dict[int, int]:
+        """Returns the number of helpers, for each rank that replays, that makes the recovery shortest; empty if a
+        replay's time is unknown. `spans`: the version up to which each may be helped."""
         seconds = {}
-        for owners, until in spans.items():
-            most = min(at_most, free // len(owners))
-            options = [self._seconds(owners, until, 1 + n) for n in range(most + 1)]
-            seconds[owners] = [option_s for option_s in options if option_s is not None]
-            if not seconds[owners]:
+        for owner, until in spans.items():
+            options = [self._seconds(owner, until, 1 + n) for n in range(min(at_most, free) + 1)]
+            seconds[owner] = [option_s for option_s in options if option_s is not None]
+            if not seconds[owner]:
                 return {}
         return fewest(seconds, free)
 
@@ -162,11 +159,10 @@ class Predictor:
             workers, until = (
                 (1 + len(shared.helpers), shared.until) if shared is not None else (1, self._target)
             )
-            owners = shared.together if shared is not None and shared.together else (rank,)
             steps = self._target - rank_plan.from_version
-            seconds = self._seconds(owners, until, workers) if steps > 0 else None
+            seconds = self._seconds(rank, until, workers) if steps > 0 else None
             if seconds is not None:
-                alone = self._seconds(owners, self._target, 1)
+                alone = self._seconds(rank, self._target, 1)
                 predictions.append(
                     Prediction(
                         rank=rank, workers=workers, steps=steps, seconds=seconds, alone_s=alone or seconds
@@ -174,36 +170,35 @@ class Predictor:
                 )
         return tuple(predictions)
 
-    def _seconds(self, owners: Sequence[int], until: int, workers: int) -> float | None:
+    def _seconds(self, owner: int, until: int, workers: int) -> float | None:
         """Returns the seconds of a replay that `workers` ranks share up to the version `until`; None: unknown."""
-        run = self._replayed_beside(owners)
+        run = self._replayed_beside(owner)
         if not run or any(
             stage not in self._costs for rank in run for stage in self._assignment.stages[rank]
         ):
             return None
-        begun = self._plans[owners[0]].from_version
+        begun = self._plans[owner].from_version
         shared = max(0, until - begun) if workers > 1 else 0
-        own, together = ([self._cost(rank) for rank in ranks] for ranks in (owners, run))
-        return shared * step_s(own, workers) + (self._target - begun - shared) * step_s(together)
+        alone_s = step_s([self._cost(rank) for rank in run])
+        return shared * step_s([self._cost(owner)], workers) + (self._target - begun - shared) * alone_s
 
     def _cost(self, rank: int) -> StageCost:
         return of_rank([self._costs[stage] for stage in self._assignment.stages[rank]])
 
-    def _replayed_beside(self, owners: Sequence[int]) -> list[int]:
-        """Returns `owners` and the ranks on both sides of their stages that replay without a gap. Empty: their joint
+    def _replayed_beside(self, owner: int) -> list[int]:
+        """Returns the owner and the ranks on both sides of its stages that replay without a gap. Empty: their joint
         time is unknown (ranks with several stages feed each other in cycles)."""
 
         def replays(stage: int) -> int | None:
             ranks = self._assignment.holders(stage) if 0 <= stage < self._assignment.num_stages else ()
             return next((rank for rank in ranks if self._plans[rank].from_version < self._target), None)
 
-        together = list(owners)
+        together = [owner]
         for rank in together:
             for stage in self._assignment.stages[rank]:
                 beside = {replays(stage - 1), replays(stage + 1)} - {None, *together}
                 together += [other for other in beside if other is not None]
-        alone = set(together) == set(owners) and len(owners) == 1
-        if not alone and any(len(self._assignment.stages[rank]) != 1 for rank in together):
+        if len(together) > 1 and any(len(self._assignment.stages[rank]) != 1 for rank in together):
             return []
         return together if all(self._assignment.stages[rank] for rank in together) else []
 

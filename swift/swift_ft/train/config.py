@@ -245,8 +245,7 @@ class SessionConfig:
     complete costs the steps since the previous one."""
     helpers: int = 3
     """Maximum number of other ranks that help to replay each lost stage, if trainers call `Session.help_replay`. A
-    recovery group is replayed in copies: at most this many in addition to its own, each with as many ranks as the group
-    has."""
+    recovery group of several stages is replayed without help."""
     last_checkpoint: bool = True
     """Saves a checkpoint of the version at which the run ends. With it the job can be started again with more steps,
     and a rank that is lost after the end can be restored. False: the trainer saves its final state itself."""

@@ -207,15 +207,6 @@ class StepProfile:
         stages = measured.stages if measured is not None else ()
         return {stage.stage: (stage.forward_s, stage.backward_s) for stage in stages}
 
-    def message_bytes(self) -> int:
-        """Returns the maximum bytes that a stage of this rank sends to another rank per microbatch; 0 if unknown."""
-        measured = self.measured({}, None, None)
-        if measured is None or not measured.microbatches:
-            return 0
-        here = {stage.stage for stage in measured.stages}
-        sent = (sent for stage in measured.stages for sent in stage.sent if sent.destination not in here)
-        return max((each.bytes // measured.microbatches for each in sent), default=0)
-
     def measured(
         self,
         gradient_bytes: Mapping[int, int],

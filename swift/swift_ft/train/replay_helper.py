@@ -12,11 +12,10 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import xxhash
 
 from swift_ft import events, torch_private
-from swift_ft.comm.backend import INNER_ACTIVATIONS, INNER_GRADIENTS, Pending, Wire
+from swift_ft.comm.backend import Wire
 from swift_ft.comm.process_groups import Interrupted
 from swift_ft.comm.worker_thread import Broken
 from swift_ft.errors import Divergence, RecordMissing, ReplayRefused, SwiftError
@@ -44,9 +43,7 @@ from swift_ft.train.gradient_chain import (
 )
 from swift_ft.train.shared_replay import (
     StepAction,
-    Together,
     check_buffers,
-    copy_of,
     memory_needed,
 )
 from swift_ft.train.stage import LoggedPipelineStage, logged_loss
@@ -89,7 +86,6 @@ class ActionExecutor(torch_private.Schedule):
         inputs, target = functools.cache(inputs), functools.cache(target)
         if not self._inferred:
             self._infer(actions[0].microbatch, inputs, target)
-        self._begin(actions)
         losses: dict[int, Any] = {}
         for index, kind, mb in actions:
             stage = self._by_index[index]
@@ -102,14 +98,7 @@ class ActionExecutor(torch_private.Schedule):
                     stage.backward_weight_one_chunk(mb)
             else:
                 self._backward(stage, mb, losses.get(mb) if stage.is_last else None, kind == BACKWARD)
-        self._end()
         return {mb: loss.detach() for mb, loss in losses.items() if isinstance(loss, torch.Tensor)}
-
-    def _begin(self, actions: Sequence[StepAction]) -> None:
-        """Hook after shapes are known and before the first action."""
-
-    def _end(self) -> None:
-        """Hook after the last action."""
 
     def _infer(self, mb: int, inputs: Inputs, target: Target) -> None:
         of = {stage.stage_index: inputs(stage.stage_index, mb) for stage in self._stages}
@@ -187,91 +176,6 @@ class VerifyingCapture:
     drop = wait_copied
 
 
-# A copy of a recovery group: helpers that compute the same microbatches of neighbouring stages, as a small pipeline.
-#
-# A helper gets activations from the helper of the previous stage and gradients from that of the next stage, over the
-# group of all ranks. Tensors that cross the recovery group's ends come from the log. Receives are posted for the whole
-# step at once and sends are not awaited, so a helper waits only for the tensors that it computes with.
-
-
-class CopyPipeline:
-    """A helper's place in its copy. `ranks`: the copy's helpers, by stage."""
-
-    def __init__(self, wire: Wire, rank: int, ranks: Sequence[int]):
-        place = list(ranks).index(rank)
-        self._post = Post(wire)
-        self._together = Together(rank, ranks, wire)
-        self._before = ranks[place - 1] if place else None
-        self._behind = ranks[place + 1] if place + 1 < len(ranks) else None
-
-    def receive(self, ops: Sequence[dist.P2POp], *, forward: bool) -> list[Pending]:
-        """Posts receives from the neighbouring helper. `ops`: torch's receives, whose tensors are the buffers; their
-        peers are the owner's neighbours and are ignored."""
-        peer = self._before if forward else self._behind
-        return [self._post.receive(op.tensor.detach(), *_way(peer, forward)) for op in ops]
-
-    def send(self, ops: Sequence[dist.P2POp], *, forward: bool) -> None:
-        peer = self._behind if forward else self._before
-        for op in ops:
-            self._post.send(op.tensor.detach().contiguous(), *_way(peer, forward))
-
-    def compare(self, given: Sequence[int]) -> None:
-        """Compares this helper's work with the others'. Raises ReplayRefused unless all of the copy have the same."""
-        self._together.compare(given)
-
-    def wait_sent(self) -> None:
-        """Waits until all sent tensors have arrived. Raises Broken if a send fails."""
-        try:
-            self._post.wait_sent()
-        except RuntimeError as error:
-            raise Broken(str(error)) from error
-
-
-def _way(peer: int | None, forward: bool) -> tuple[int, int]:
-    assert peer is not None, "what passes over the ends of the group is in the log"
-    return peer, INNER_ACTIVATIONS if forward else INNER_GRADIENTS
-
-
-class InCopy(ActionExecutor):
-    """An executor of a stage whose neighbours run on other helpers of the copy."""
-
-    def __init__(self, stages: Sequence[Any], microbatches: int, loss_fn: Any, inner: CopyPipeline):
-        super().__init__(stages, microbatches, loss_fn)
-        self._inner = inner
-        self._activations: dict[int, list[Pending]] = {}
-        self._gradients: dict[int, list[Pending]] = {}
-
-    def _begin(self, actions: Sequence[StepAction]) -> None:
-        (stage,) = self._stages
-        for mb in dict.fromkeys(action.microbatch for action in actions):
-            self._activations[mb] = self._inner.receive(stage.get_fwd_recv_ops(mb), forward=True)
-            self._gradients[mb] = self._inner.receive(stage.get_bwd_recv_ops(mb), forward=False)
-
-    def _end(self) -> None:
-        self._inner.wait_sent()
-
-    def _forward(self, stage: Any, mb: int, inputs: Inputs) -> Any:
-        args, kwargs = inputs(stage.stage_index, mb)
-        wait_for(self._activations.pop(mb))
-        output = stage.forward_one_chunk(mb, args, kwargs, save_forward_output=False)
-        self._inner.send(stage.get_fwd_send_ops(mb), forward=True)
-        return output
-
-    def _backward(self, stage: Any, mb: int, loss: Any, whole: bool) -> None:
-        wait_for(self._gradients.pop(mb))
-        stage.backward_one_chunk(mb, loss=loss, full_backward=whole, last_backward=False)
-        self._inner.send(stage.get_bwd_send_ops(mb), forward=False)
-
-
-def wait_for(arriving: Sequence[Pending]) -> None:
-    """Waits for receives. Raises Broken for a transport error, so that it does not count as one of the module's."""
-    try:
-        for pending in arriving:
-            pending.wait()
-    except RuntimeError as error:
-        raise Broken(str(error)) from error
-
-
 _EVERY_STEP = 1 << 62
 """A `below_step` above every step."""
 
@@ -316,14 +220,10 @@ class Helper:
             )
         if modules and begin is not None:
             reader = LogReader(published.sources, job)
-            ranks = copy_of(self._rank, published.plan.help)
-            inner = CopyPipeline(self._wire, self._rank, ranks) if len(ranks) > 1 else None
             work = _Work(
-                self._rank, asked, begin, modules, self._post, self._channel, self._state, self._check, inner
+                self._rank, asked, begin, modules, self._post, self._channel, self._state, self._check
             )
             try:
-                if inner is not None:
-                    inner.compare([begin["from"], begin["first"], begin["behind"]])
                 work.run(owner, reader)
             finally:
                 work.close()
@@ -378,9 +278,7 @@ class _Work:
         channel: Channel,
         state: TrainerState,
         check: Callable[[], None],
-        inner: CopyPipeline | None,
     ):
-        """`inner`: None for a copy of one stage."""
         (schedule,) = state.schedules
         self._post = post
         self._check = check
@@ -401,11 +299,7 @@ class _Work:
         ]
         self._module = together(self._stages)
         loss_fn = torch_private.loss_function(schedule)
-        self._walk = (
-            ActionExecutor(self._stages, asked["microbatches"], loss_fn)
-            if inner is None
-            else InCopy(self._stages, asked["microbatches"], loss_fn, inner)
-        )
+        self._walk = ActionExecutor(self._stages, asked["microbatches"], loss_fn)
         torch_private.wrap_loss(self._walk, logged_loss(self._stages, self._channel))
         self._steps = self._verified = self._told = 0
 

@@ -233,25 +233,20 @@ class Routes(NamedTuple):
         return [stage for stage, origin in owners if origin == own and slot in owners[stage, own]]
 
 
-class Seconds(NamedTuple):
-    """Durations of the parts of a step, in any unit."""
-
-    stages: tuple[tuple[float, float, float], ...]
-    """For each stage, durations per microbatch: forward, backward for inputs, backward for weights."""
-    transfer: float = 0.0
-    """Duration of a message from one stage's rank to the next one's."""
+Seconds = tuple[tuple[float, float, float], ...]
+"""For each stage, durations per microbatch, in any unit: forward, backward for inputs, backward for weights."""
 
 
 def equal_seconds(stages: int) -> Seconds:
     """Returns the default without measurements: equal stages, a backward twice as long as a forward."""
-    return Seconds(tuple(_in_parts(1.0, 2.0, _weights_share(stage, stages)) for stage in range(stages)))
+    return tuple(_in_parts(1.0, 2.0, _weights_share(stage, stages)) for stage in range(stages))
 
 
-def seconds_of(told: Sequence[torch.Tensor], transfers: Sequence[float] = ()) -> Seconds:
+def seconds_of(told: Sequence[torch.Tensor]) -> Seconds:
     """Returns the medians of all ranks' measurements, in units of the mean forward.
 
     `told`: for each rank, [stages, 3] of forward, whole backward and the share of weights in it; nan where unknown.
-    `transfers`: durations of messages between neighbours. If a stage's times are unknown to all, assumes equal stages.
+    If a stage's times are unknown to all, assumes equal stages.
     """
     medians = torch.stack(list(told)).nanmedian(dim=0).values
     taken, stages = medians[:, :2], len(medians)
@@ -259,15 +254,11 @@ def seconds_of(told: Sequence[torch.Tensor], transfers: Sequence[float] = ()) ->
         return equal_seconds(stages)
     # fsum rounds once, on every CPU alike: all ranks plan by the same numbers.
     mean = math.fsum(taken[:, 0].tolist()) / stages
-    known = sorted(seconds for seconds in transfers if 0 <= seconds < math.inf)
-    return Seconds(
-        tuple(
-            _in_parts(
-                forward / mean, backward / mean, _weights_share(stage, stages) if math.isnan(share) else share
-            )
-            for stage, (forward, backward, share) in enumerate(medians.tolist())
-        ),
-        known[(len(known) - 1) // 2] / mean if known else 0.0,
+    return tuple(
+        _in_parts(
+            forward / mean, backward / mean, _weights_share(stage, stages) if math.isnan(share) else share
+        )
+        for stage, (forward, backward, share) in enumerate(medians.tolist())
     )
 
 
@@ -298,16 +289,14 @@ class Call(NamedTuple):
 
     def work(self, seconds: Seconds) -> Work:
         """Returns the planner's description of this call. Raises ValueError if a microbatch has no owner."""
-        forward, inputs, weights = zip(*seconds.stages, strict=True)
+        forward, inputs, weights = zip(*seconds, strict=True)
         return Work(
             stages=self.stages,
             origins=len(self.owners) // self.stages,
             microbatches=self.microbatches,
             owners=dict(self.owners),
             split=self.split,
-            costs=Costs(
-                forward=forward, backward_input=inputs, backward_weight=weights, transfer=seconds.transfer
-            ),
+            costs=Costs(forward=forward, backward_input=inputs, backward_weight=weights),
             cap=None if self.cap is None else dict(self.cap),
         )
 

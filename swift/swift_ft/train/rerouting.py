@@ -25,7 +25,7 @@ import xxhash
 from torch.utils import _pytree as pytree
 
 from swift_ft import events, torch_private
-from swift_ft.comm.backend import PROBE, Collectives
+from swift_ft.comm.backend import Collectives
 from swift_ft.comm.groups import ReconfigurableGroup
 from swift_ft.planner import Assignment
 from swift_ft.planner.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action
@@ -80,58 +80,6 @@ def hooked_parameter(stages: Sequence[Any]) -> str:
     return next((name for name, parameter in named if torch_private.told_of_sums(parameter)), "")
 
 
-# Measurement of the transfer time between neighbouring stages, between two steps.
-#
-# The ranks of each pipeline exchange a message of the size that their stages send, there and back: first the even
-# stage groups with the next ones, then the odd ones. The shortest of several rounds counts.
-
-ROUNDS = 3
-"""Round trips of a measurement. In the first one the other rank may not be ready yet."""
-FIRST_MEASURED = 4
-"""The step before which transfers are measured first: the times of some steps are known by then."""
-
-
-def measures(step: int) -> bool:
-    """Returns whether all ranks measure and plan ahead before this step: steps 4, 16, 64 and so on."""
-    return step >= FIRST_MEASURED and step & (step - 1) == 0 and step.bit_length() % 2 == 1
-
-
-def transfer_s(
-    world: ReconfigurableGroup, assignment: Assignment, slot: int, sizes: Mapping[int, int]
-) -> float:
-    """(all ranks of a full world) Returns the seconds of a message to the rank of the next stage group, one way; nan
-    for the last group's ranks, and where no size is known. `sizes`: stage group -> bytes of a message to the next one,
-    the same at all ranks. Raises RuntimeError if a rank is lost."""
-    group, origin = assignment.slots[slot].stage_group, assignment.slots[slot].dp_rank
-    taken = math.nan
-    for parity in (0, 1):
-        if group % 2 == parity:
-            if group in sizes and group + 1 < assignment.stage_groups:
-                taken = _ask(world, assignment.at(group + 1, origin), sizes[group])
-        elif group > 0 and group - 1 in sizes:
-            _answer(world, assignment.at(group - 1, origin), sizes[group - 1])
-    return taken
-
-
-def _ask(world: ReconfigurableGroup, other: int, size: int) -> float:
-    out, back = torch.zeros(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
-    shortest = math.inf
-    for _ in range(ROUNDS):
-        began = time.perf_counter()
-        sent = world.send([out], other, PROBE)
-        world.recv([back], other, PROBE).wait()
-        sent.wait()
-        shortest = min(shortest, time.perf_counter() - began)
-    return shortest / 2
-
-
-def _answer(world: ReconfigurableGroup, other: int, size: int) -> None:
-    buffer = torch.empty(size, dtype=torch.uint8)
-    for _ in range(ROUNDS):
-        world.recv([buffer], other, PROBE).wait()
-        world.send([buffer], other, PROBE).wait()
-
-
 # Plans for the next loss of a rank, made ahead of it.
 #
 # Ordering a step takes milliseconds in a small job and seconds in a large one (docs/adaptive.md), and after a loss all
@@ -142,13 +90,20 @@ def _answer(world: ReconfigurableGroup, other: int, size: int) -> None:
 #                         call; ``go_on`` before each step
 #
 # The thread shares the interpreter lock with the trainer's: while it plans, the trainer's Python code is slower. So it
-# plans seldom (`measures`), and does not repeat a plan while the stage times are about the same.
+# plans seldom (`plans_anew`), and does not repeat a plan while the stage times are about the same.
 #
 # Two simultaneous losses, and a loss whose plan is lost with the rank that had it, are planned for when they happen.
 
 KEPT = 8
 """Maximum number of plans that a rank keeps. It makes one for each schedule of the trainer and each loss."""
+FIRST_PLANNED = 4
+"""The first step before which all plan again: the times of some steps are known by then."""
 _KINDS = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+
+
+def plans_anew(step: int) -> bool:
+    """Returns whether all ranks plan ahead again before this step: steps 4, 16, 64 and so on."""
+    return step >= FIRST_PLANNED and step & (step - 1) == 0 and step.bit_length() % 2 == 1
 
 
 class PlansAhead:
@@ -260,12 +215,8 @@ def next_lost(assignment: Assignment, slot: int) -> int | None:
 def alike(one: Seconds, other: Seconds) -> bool:
     """Returns whether no part differs by more than a fifth of a mean forward, so that a plan for one serves the
     other."""
-    pairs = zip([*_flat(one), one.transfer], [*_flat(other), other.transfer], strict=True)
+    pairs = zip(chain.from_iterable(one), chain.from_iterable(other), strict=True)
     return all(abs(before - now) <= 0.2 for before, now in pairs)
-
-
-def _flat(seconds: Seconds) -> list[float]:
-    return [part for stage in seconds.stages for part in stage]
 
 
 def packed(orders: Orders) -> torch.Tensor:
@@ -445,8 +396,6 @@ class Rerouting(Adoption):
         """The call under way is the trial of split backwards."""
         self._seconds: Seconds | None = None
         """Stage times that all ranks agreed on at the beginning of this generation."""
-        self._transfer = math.nan
-        """Seconds of a message to the next stage's rank, by the latest measurement."""
         self._plans = PlansAhead(self._slot, self._world)
         self._weights_share: dict[int, float] = {}
         """Stage -> share of the weight gradients in the time of a split backward."""
@@ -503,8 +452,7 @@ class Rerouting(Adoption):
     def _compute_adopted(self, step: Step) -> None:
         if self._begins:
             self._begin(step)
-        elif measures(step.number) and not self._assignment().vacant:
-            self._measure_transfers()
+        elif plans_anew(step.number) and not self._assignment().vacant:
             self._prepare(self._told_seconds())
         else:
             self._plans.go_on()
@@ -574,8 +522,7 @@ class Rerouting(Adoption):
             rank=self._slot,
             step=step.number,
             splits=self._splits,
-            seconds=self._seconds.stages,
-            transfer=self._seconds.transfer,
+            seconds=self._seconds,
             ahead=ahead,
         )
         self._prepare(self._seconds)
@@ -617,21 +564,11 @@ class Rerouting(Adoption):
     def _told_seconds(self) -> Seconds:
         """(all ranks) Returns the stage times from the measurements of all ranks. Equal at all ranks, which plan by
         them."""
-        own = torch.full((self._stage_count() + 1, 3), math.nan, dtype=torch.float64)
+        own = torch.full((self._stage_count(), 3), math.nan, dtype=torch.float64)
         for stage, taken in self._channel.profile.stage_seconds().items():
             share = self._weights_share.get(stage, math.nan)
             own[stage] = torch.tensor([*taken, share], dtype=torch.float64)
-        own[-1, 0] = self._transfer
-        told = self._world.gathered(own)
-        return seconds_of([rows[:-1] for rows in told], [float(rows[-1, 0]) for rows in told])
-
-    def _measure_transfers(self) -> None:
-        assignment = self._assignment()
-        own = torch.tensor([self._channel.profile.message_bytes()], dtype=torch.int64)
-        told = dict(zip(assignment.occupied, map(int, self._world.gathered(own)), strict=True))
-        sizes = {assignment.slots[slot].stage_group: told[slot] for slot in assignment.representatives()}
-        known = {group: size for group, size in sizes.items() if size}
-        self._transfer = transfer_s(self._world, assignment, self._slot, known)
+        return seconds_of(self._world.gathered(own))
 
     def _prepare(self, seconds: Seconds) -> None:
         self._plans.prepare(self._assignment(), self._calls_of, seconds)

@@ -79,88 +79,6 @@ def memory_needed(weights: int, share: int) -> int:
     return weights * (2 + share)
 
 
-# Agreement between ranks that compute a recovery group's stages together.
-#
-# Messages inside a group are not logged: a rank that computes a microbatch of one stage receives it from the rank that
-# computes the same microbatch of the previous stage, and waits for ever if that rank leaves it to a helper. So the
-# owners of a group agree on the shares before they share, and in every step on whether it is shared at all. The helpers
-# of a copy compare their microbatches.
-
-
-def copy_of(helper: int, planned: Sequence[Help]) -> tuple[int, ...]:
-    """Returns the helpers that form one copy of a recovery group with `helper`, by stage; a single stage: itself."""
-    mine = next((help for help in planned if helper in help.helpers), None)
-    if mine is None or not mine.together:
-        return (helper,)
-    number = list(mine.helpers).index(helper)
-    helpers = {help.owner: help.helpers for help in planned}
-    return tuple(helpers[owner][number] for owner in mine.together)
-
-
-class Together:
-    """A member of `ranks` that exchange messages in rounds: each sends one value and gets those of all."""
-
-    def __init__(self, rank: int, ranks: Sequence[int], wire: Wire):
-        self._rank = rank
-        self.ranks = tuple(ranks)
-        self._post = Post(wire)
-
-    @property
-    def behind(self) -> int:
-        """Number of the group's stages after this rank's."""
-        return len(self.ranks) - self.ranks.index(self._rank) - 1
-
-    def agree(self, mine: Any) -> list[Any]:
-        """Exchanges one JSON value; returns those of all, in the order of the ranks. Waits for all ranks, which must
-        call it equally often."""
-        others = [rank for rank in self.ranks if rank != self._rank]
-        for other in others:
-            self._post.note(other, mine)
-        told = {other: self._post.read(other)[0] for other in others}
-        self._post.wait_sent()
-        return [told.get(rank, mine) for rank in self.ranks]
-
-    def choose(self, able: Sequence[int], declined: dict[str, str]) -> tuple[list[int], dict[str, str]]:
-        """(owners, before the first shared step) Returns the copies in which no helper has declined, and the reasons by
-        rank of those that have."""
-        answers = self.agree({"able": list(able), "declined": declined})
-        reasons = {rank: why for answer in answers for rank, why in answer["declined"].items()}
-        return [copy for copy in able if all(copy in answer["able"] for answer in answers)], reasons
-
-    def first_reason(self, why: str) -> dict[str, str]:
-        """(owners) Returns the first owner that cannot share and its reason; empty if all can."""
-        reasons = zip(self.ranks, self.agree(why), strict=True)
-        return next(({str(rank): words} for rank, words in reasons if words), {})
-
-    def at(self, step: int, own: range, why: str) -> str:
-        """(owners, in every step) Returns why this step is not shared, the first owner's reason; empty if all share it.
-        `why`: this rank's reason. Raises ReplayRefused if their shares or steps differ."""
-        if len(self.ranks) == 1:
-            return why
-        answers = self.agree([step, own.start, own.stop, why])
-        self._compare([answer[:3] for answer in answers], "shares of a step")
-        refusing = next(
-            ((rank, answer[3]) for rank, answer in zip(self.ranks, answers, strict=True) if answer[3]), None
-        )
-        return "" if refusing is None else f"rank {refusing[0]}: {refusing[1]}"
-
-    def compare(self, given: Sequence[int]) -> None:
-        """(helpers of a copy) Raises ReplayRefused unless all have the same `given`."""
-        self._compare(self.agree(list(given)), "microbatches of one copy")
-
-    def _compare(self, answers: list[list[int]], what: str) -> None:
-        if any(answer != answers[0] for answer in answers):
-            shown = ", ".join(
-                f"rank {rank}: {answer}" for rank, answer in zip(self.ranks, answers, strict=True)
-            )
-            raise ReplayRefused(f"ranks that replay a recovery group together disagree on {what}: {shown}")
-
-
-def decline(wire: Wire, rank: int, help: Help, why: str) -> dict[str, str]:
-    """(an owner that cannot share its replay) Informs the other owners of its group. Returns all reasons by rank."""
-    return Together(rank, help.together or (rank,), wire).choose([], {str(rank): why})[1]
-
-
 # Actions of a rank in a step, and the part of them in a share of the microbatches.
 #
 # The schedule's own list decides. torch does not promise that a backward split into input and weight gradients has the
@@ -193,14 +111,6 @@ def one_by_one(actions: Iterable[StepAction]) -> list[StepAction]:
     `unordered` has checked that it is this one.
     """
     return sorted(actions, key=lambda action: action.microbatch)
-
-
-def ahead(actions: Iterable[StepAction], count: int) -> list[StepAction]:
-    """Moves forwards `count` microbatches ahead of backwards, as in 1F1B, for a stage with `count` stages after it.
-    `actions`: in the order of `one_by_one`."""
-    return sorted(
-        actions, key=lambda action: action.microbatch + (0 if action.kind == FORWARD else count + 0.5)
-    )
 
 
 def unordered(actions: Sequence[StepAction], stages: Collection[int], microbatches: int) -> str:
@@ -263,12 +173,11 @@ def actions_of(state: TrainerState) -> list[StepAction] | None:
 
 
 def send_away(rank: int, help: Help, wire: Wire, generation: int, why: str) -> None:
-    """(an owner that cannot share its replay) Releases its helpers and informs the other owners of its group."""
+    """(an owner that cannot share its replay) Releases its helpers."""
     post = Post(wire)
     for helper in help.helpers:
         post.note(helper, None)
-    declined = decline(wire, rank, help, why)
-    _tell_begin(rank, generation, [], [], help, declined)
+    _tell_begin(rank, generation, [], [], help, {str(rank): why})
     post.wait_sent()
 
 
@@ -288,7 +197,6 @@ def _tell_begin(
         shares=list(shares),
         until=help.until,
         declined=declined,
-        **({"together": list(help.together)} if help.together else {}),
     )
 
 
@@ -327,7 +235,6 @@ class Owner:
         self._help = help
         self._until = help.until
         self._asked = tuple(help.helpers)
-        self._together = Together(rank, help.together or (rank,), wire)
         self._post = Post(wire)
         self._channel = channel
         self._check = check
@@ -374,16 +281,13 @@ class Owner:
         self._generation = generation
         microbatches = self._microbatches
         offers = {helper: self._post.read(helper)[0] for helper in self._asked}
-        able = [copy for copy, helper in enumerate(self._asked) if not offers[helper]["why"]]
-        why = {str(helper): offer["why"] for helper, offer in offers.items() if offer["why"]}
-        able, declined = self._together.choose(able, why)
+        able = [helper for helper in self._asked if not offers[helper]["why"]]
+        declined = {str(helper): offer["why"] for helper, offer in offers.items() if offer["why"]}
         count = workers(microbatches, 1 + len(able))
-        if count > 1:
-            lacking = self._lacks_memory(len(shares(microbatches, count)[-1]))
-            if lacks := self._together.first_reason(lacking):
-                declined |= lacks
-                count = 1
-        self._helpers = tuple(self._asked[copy] for copy in able[: count - 1])
+        if count > 1 and (lacking := self._lacks_memory(len(shares(microbatches, count)[-1]))):
+            declined[str(self._rank)] = lacking
+            count = 1
+        self._helpers = tuple(able[: count - 1])
         for helper in self._asked:
             if helper not in self._helpers:
                 self._post.note(helper, None)
@@ -398,7 +302,7 @@ class Owner:
                 "first": part.start,
                 "behind": part.stop,
             }
-            begin["actions"] = ahead(one_by_one(of_share(actions, part)), self._together.behind)
+            begin["actions"] = one_by_one(of_share(actions, part))
             self._post.note(helper, begin)
         sizes = [len(part) for part in each]
         _tell_begin(self._rank, generation, self._helpers, sizes, self._help, declined)
@@ -452,9 +356,7 @@ class Owner:
             return
         self._begun = self._channel.step
         first = any(stage.is_first for stage in self._stages)
-        why = self._unfit(args if first else (), kwargs, saves_output)
-        why = self._together.at(self._channel.step, self._own, why)
-        if why:
+        if why := self._unfit(args if first else (), kwargs, saves_output):
             self._leave(why)
             self._channel.want(None, self._channel.step)
             return

@@ -1,4 +1,4 @@
-"""Four ranks that help each other's replays: `helping.py MODE STEPS [GROUPS]`. Every mode trains the same.
+"""Four ranks that help each other's replays: `helping.py MODE STEPS`. Every mode trains the same.
 
 exact     a trainer with what shared replays must get right: autocast, a checkpointed block that is used twice,
           parameters that are frozen, strided, or that some microbatches leave unused, an external input for every
@@ -8,9 +8,6 @@ unable    rank 0 gives its own module away, rank 1 cannot make one, rank 3 makes
 stateful  buffers that a forward changes
 stages    as exact, with two stages on a rank, in a V with split backwards
 device    as exact, on the simulated device (`tests/device`)
-walked    as exact, under a schedule that torch's runtime walks action by action
-half      rank 1 cannot make a module for others
-hooked    somebody looks at the gradients of rank 2 from step 5 on
 dying     rank 1 is killed the first time that it makes a stage for another rank
 hanging   rank 1 stands still (SIGSTOP) in the first microbatch that it computes for another rank
 """
@@ -23,15 +20,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
+from torch.distributed.pipelining import Schedule1F1B, ScheduleZBVZeroBubble
 from torch.utils.checkpoint import checkpoint
 
 import swift_ft
 from tests.device import simulated
 
 MODE, STEPS = sys.argv[1], int(sys.argv[2])
-GROUPS = sys.argv[3] if len(sys.argv) > 3 else ""
-HOOKED_FROM = 5
 DEVICE = simulated.NAME if MODE == "device" else "cpu"
 WIDTH, MICROBATCHES, RANKS = 16, 5, 4
 STAGES = 2 * RANKS if MODE == "stages" else RANKS
@@ -106,7 +101,7 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
 def main() -> None:
     if MODE == "device":
         simulated.load()
-    session = swift_ft.Session.from_env(seed=5, checkpoint_every=4, groups=GROUPS)
+    session = swift_ft.Session.from_env(seed=5, checkpoint_every=4)
     rank = session.rank
     stateful = MODE == "stateful"
     indices = [rank, STAGES - 1 - rank] if MODE == "stages" else [rank]
@@ -117,7 +112,7 @@ def main() -> None:
             return Part(index, dropout=0.25)
         if MODE == "unable" and rank == 0:
             return modules[0]
-        if MODE in ("unable", "half") and rank == 1:
+        if MODE == "unable" and rank == 1:
             raise MemoryError("no room")
         if MODE == "unable":
             return nn.Linear(WIDTH, WIDTH)
@@ -134,8 +129,6 @@ def main() -> None:
     schedule: Any
     if MODE == "stages":
         schedule = ScheduleZBVZeroBubble(stages, MICROBATCHES, loss_fn=loss_fn)
-    elif MODE == "walked":
-        schedule = ScheduleInterleaved1F1B(stages, MICROBATCHES, loss_fn=loss_fn)
     else:
         schedule = Schedule1F1B(stages[0], MICROBATCHES, loss_fn=loss_fn)
     trained = [p for module in modules for p in module.parameters() if p.requires_grad]
@@ -148,8 +141,6 @@ def main() -> None:
     def train_step(step: int) -> None:
         x, y, scale = (each.to(DEVICE) for each in next(data))
         optimizer.zero_grad()
-        if MODE == "hooked" and rank == 2 and step == HOOKED_FROM:
-            modules[0].linear.weight.register_hook(lambda _gradient: None)
         losses: list[Tensor] = []
         inputs: dict[str, Any] = {"scale": scale}
         if STAGES - 1 in indices:

@@ -23,7 +23,7 @@ rank_plans = st.builds(
     reason=words,
     sources=some,
 )
-helps = st.builds(Help, owner=ranks, helpers=some, until=versions, together=some)
+helps = st.builds(Help, owner=ranks, helpers=some, until=versions)
 predictions = st.builds(
     Prediction,
     rank=ranks,

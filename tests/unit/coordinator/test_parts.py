@@ -60,7 +60,7 @@ def row() -> JobRow:
             reason="because",
             help=(
                 Help(owner=0, helpers=(1, 2), until=4),
-                Help(owner=3, helpers=(4,), until=4, together=(3, 5)),
+                Help(owner=3, helpers=(4,), until=4),
             ),
         ),
         refused=Refusals(help=True).and_of([Strategy.UNDO], "it cannot"),

@@ -85,7 +85,7 @@ def group_s(p: Profile, first: int, end: int) -> tuple[float, int]:
     )
     best = (math.inf, 0)
     for d in range(1, p.copies_max + 1):
-        if d * len(stages) > p.stages:
+        if d > (p.stages if len(stages) == 1 else 1):
             continue
         compute_s = sum(times) + (math.ceil(p.microbatches / d) - 1) * max(times)
         compute_s += max(p.update_s[s] for s in stages) if p.update_s else 0.0

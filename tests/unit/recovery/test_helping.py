@@ -97,70 +97,25 @@ class TestBesideOthers:
         assert outcome.ranks[2].strategy is Strategy.CATCH_UP
 
 
-def grouped(text: str, helpers: int = 3) -> PlanConfig:
-    return PlanConfig(helpers=helpers, groups=RecoveryGroups.parse(text))
+def grouped(text: str) -> PlanConfig:
+    return PlanConfig(helpers=3, groups=RecoveryGroups.parse(text))
 
 
 class TestGroups:
-    """Copies of a whole group: helper k of each of its stages is a part of copy k."""
-
-    def test_a_copy_has_one_for_each_stage(self) -> None:
-        outcome = helped(said(15, 15, 15, None, 15, 15), grouped("0-1,2-3,4-5"))
-        assert [r.strategy for r in outcome.ranks].count(Strategy.REPLAY) == 2
-        assert outcome.help == (
-            Help(owner=2, helpers=(1, 0), until=15, together=(2, 3)),
-            Help(owner=3, helpers=(4, 5), until=15, together=(2, 3)),
-        )
-        assert outcome.reason.endswith("; ranks 1, 4, 0, 5 to help ranks 2, 3 up to version 15")
-
-    def test_whoever_is_lost_the_others_of_its_group_are_no_helpers(self) -> None:
-        for lost in (4, 5, 6, 7):
-            outcome = helped(said(*(None if rank == lost else 15 for rank in range(8))), grouped("0-3,4-7"))
-            assert outcome.help == tuple(
-                Help(owner=4 + place, helpers=(place,), until=15, together=(4, 5, 6, 7)) for place in range(4)
-            )
-
-    def test_no_half_copies(self) -> None:
-        """Three could help, a copy needs two."""
-        (first, second) = helped(said(None, 15, 15, 15, 15), grouped("0-1,2-4")).help
-        assert (first.helpers, second.helpers) == ((2,), (3,))
-        assert helped(said(None, 15, 15, 15, unable=(3,)), grouped("0-1,2-3")).help == ()
-
-    def test_copies_are_what_is_counted(self) -> None:
-        reports = said(None, *[15] * 7)
-        assert [len(h.helpers) for h in helped(reports, grouped("0-1,2-3,4-7", 2)).help] == [2, 2]
-        assert [len(h.helpers) for h in helped(reports, grouped("0-1,2-3,4-7", 8)).help] == [3, 3]
-
-    def test_nobody_helps_twice(self) -> None:
-        for lost in ((0, 5), (2, 7), (0, 3, 6)):
-            outcome = helped(
-                said(*(None if rank in lost else 15 for rank in range(9))), grouped("0-1,2,3-4,5-8")
-            )
-            busy = [rank for help in outcome.help for rank in help.helpers]
-            assert len(busy) == len(set(busy))
-            assert {r.strategy for r in outcome.ranks if r.rank in busy} <= {Strategy.KEEP}
+    """Only a group of one stage is helped: what passes inside another is in no log."""
 
     def test_a_group_of_one_stage_is_helped_as_without_groups(self) -> None:
         (help,) = helped(said(None, 15, 15, 15), grouped("0,1-2,3")).help
         assert help == Help(owner=0, helpers=(1, 2, 3), until=15)
 
-    def test_groups_and_single_stages_take_turns(self) -> None:
+    def test_a_group_of_several_replays_alone(self) -> None:
+        outcome = helped(said(15, 15, 15, None, 15, 15), grouped("0-1,2-3,4-5"))
+        assert [r.strategy for r in outcome.ranks].count(Strategy.REPLAY) == 2
+        assert outcome.help == ()
+
+    def test_beside_a_group_of_several(self) -> None:
         outcome = helped(said(None, 15, 15, 15, None, 15, 15, 15), grouped("0-1,2,3,4,5,6-7"))
-        assert outcome.help == (
-            Help(owner=0, helpers=(2, 6), until=15, together=(0, 1)),
-            Help(owner=1, helpers=(3, 7), until=15, together=(0, 1)),
-            Help(owner=4, helpers=(5,), until=15),
-        )
-
-    def test_up_to_where_a_stage_beside_the_group_replays_too(self) -> None:
-        reports = said(15, 15, 15, None, 15, 15)
-        lagging = [*reports[:4], Report(rank=4, version=14, can_help=True), *reports[5:]]
-        for help in helped(lagging, grouped("0,1,2-3,4,5")).help:
-            assert (help.until, help.together) == (14, (2, 3))
-
-    def test_two_groups_side_by_side_are_one_pipeline_and_replay_alone(self) -> None:
-        reports = said(15, 15, None, 15, 15, None, 15, 15)
-        assert helped(reports, grouped("0-1,2-3,4-5,6-7")).help == ()
+        assert outcome.help == (Help(owner=4, helpers=(3, 5, 2), until=15),)
 
     def test_one_group_of_all_is_never_replayed(self) -> None:
         assert helped(said(None, 15, 15, 15), grouped("0-3")).help == ()

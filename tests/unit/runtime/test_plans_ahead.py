@@ -66,13 +66,12 @@ def test_every_loss_that_leaves_a_peer_is_planned_by_one_rank(
 @pytest.mark.parametrize(
     ("other", "is_alike"),
     [
-        (Seconds(((1.0, 1.0, 1.0), (1.0, 1.15, 1.0)), 0.0), True),
-        (Seconds(((1.0, 1.0, 1.0), (1.0, 1.25, 1.0)), 0.0), False),
-        (Seconds(((1.0, 1.0, 1.0), (1.0, 1.0, 1.0)), 0.3), False),
+        (((1.0, 1.0, 1.0), (1.0, 1.15, 1.0)), True),
+        (((1.0, 1.0, 1.0), (1.0, 1.25, 1.0)), False),
     ],
 )
 def test_a_plan_is_made_again_once_parts_take_another_time(other: Seconds, is_alike: bool) -> None:
-    assert alike(Seconds(((1.0, 1.0, 1.0), (1.0, 1.0, 1.0)), 0.0), other) is is_alike
+    assert alike(((1.0, 1.0, 1.0), (1.0, 1.0, 1.0)), other) is is_alike
 
 
 class World:
@@ -124,8 +123,8 @@ class Ranks:
         return [dict(self.plans[slot].routes(call, seconds).orders) for slot in assignment.occupied]
 
 
-MEASURED = Seconds(((1.0, 0.8, 1.4), (1.0, 1.1, 0.7)), 0.2)
-LATER = Seconds(((1.0, 1.8, 0.4), (1.0, 0.1, 1.7)), 0.0)
+MEASURED = ((1.0, 0.8, 1.4), (1.0, 1.1, 0.7))
+LATER = ((1.0, 1.8, 0.4), (1.0, 0.1, 1.7))
 
 
 @pytest.mark.parametrize("lost", range(SLOTS))
@@ -199,7 +198,7 @@ def test_nothing_is_planned_twice_for_what_is_alike(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(rerouting, "planned", counted)
     plans = PlansAhead(0, Any)  # type: ignore[arg-type]
-    near = MEASURED._replace(transfer=0.25)
+    near = ((1.0, 0.85, 1.4), (1.0, 1.1, 0.7))
     for seconds in (MEASURED, near, LATER):
         plans.prepare(full(), calls_of, seconds)
         assert plans._thread is not None

@@ -244,7 +244,7 @@ class Maker:
         """Returns (ceil(M / d) + w - 1) / (M + P - 1): docs/planning.md (4), for equal stages."""
         microbatches, stages = self._cluster.microbatches, self._cluster.stages
         own = math.ceil(stages / self._cluster.parts)
-        copies = max(1, min(copies, stages // own))
+        copies = min(copies, stages) if own == 1 else 1  # only a stage by itself is shared
         return (math.ceil(microbatches / copies) + own - 1) / (microbatches + stages - 1)
 
     def _replay(self, name: str, copies: int) -> Way:

@@ -125,7 +125,8 @@ class CostModel:
             length_s, slowest_s = np.cumsum(stage_sum[i:]), np.maximum.accumulate(stage_max[i:])
             updating_s = np.maximum.accumulate(update_max[i:])
             loading_s = np.maximum.accumulate(self.load_s[i:])
-            room = profile.stages // np.cumsum(stages[i:])
+            room = np.where(np.cumsum(stages[i:]) == 1, profile.stages, 1)
+            """Only a group of one stage replays in copies: what passes inside a larger one is in no log."""
             read_s = (self.forward_bytes[i] + self.backward_bytes[row]) / profile.log_read_bytes_per_s
             self.probability[i, row] = np.cumsum(chance[i:])
             for d in range(1, profile.copies_max + 1):
@@ -147,20 +148,6 @@ class CostModel:
                     (self.copies, np.full_like(room, d)),
                 ):
                     table[i, row] = np.where(better, values, table[i, row])
-
-    def replay_step_with(self, i: int, j: int, copies: int) -> float:
-        """Returns the time of one replayed step of the group [i, j] in this number of copies, which need not be the
-        optimum. Without `gradient_bytes`, the exchange among copies takes no time."""
-        profile, stages = self.profile, slice(int(self.starts[i]), int(self.starts[j]))
-        pace_s = self._stage_s[stages]
-        shares = -(-profile.microbatches // copies)
-        took = pace_s.sum() + (shares - 1) * pace_s.max() + self._update_s[stages].max()
-        if copies > 1 and profile.gradient_bytes is not None and profile.network_bytes_per_s is not None:
-            took += (
-                2 * (copies - 1) / copies * max(profile.gradient_bytes[stages]) / profile.network_bytes_per_s
-            )
-        read = self.forward_bytes[i] + self.backward_bytes[j]
-        return float(max(took, read / profile.log_read_bytes_per_s))
 
     @cached_property
     def expected_s(self) -> Floats:

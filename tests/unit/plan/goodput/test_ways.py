@@ -50,7 +50,7 @@ def test_replay_takes_the_bound_of_its_recovery_group() -> None:
     assert found[ways.SHARED].ratio == 3 / 15
     two = made(cluster(ranks=128, replicas=8, stages=16, microbatches=16), faults())  # 2 nodes, 8 stages each
     assert two[ways.REPLAY].ratio == (16 + 7) / 31
-    assert two[ways.SHARED].ratio == (8 + 7) / 31
+    assert ways.SHARED not in two  # what passes inside a node's group of stages is in no log
     alone = made(cluster(ranks=8, replicas=1, stages=1), faults())
     assert alone[ways.REPLAY].ratio == 1
     assert ways.SHARED not in alone
