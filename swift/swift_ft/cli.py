@@ -25,7 +25,7 @@ OTHERS = {
     ),
     "failures": (
         "lab.failures.command",
-        "show which failures swift-ft run --failures would make happen; convert traces of failures",
+        "show which failures swift-ft run --failures would make happen",
     ),
     "verify-determinism": (
         "lab.determinism.command",
@@ -40,7 +40,7 @@ OTHERS = {
         "measure one part against the limit of the machine: log, overhead, checkpoint, recovery, ...",
     ),
     "token": ("tools.token", "make signing keys, and job tokens signed with them"),
-    "inspect": ("tools.inspect", "show, verify and export what is in the log; drop a job's log"),
+    "inspect": ("tools.inspect", "show and verify what is in the log; drop a job's log"),
     "export": (
         "tools.export",
         "write a version of a job so that torch.distributed.checkpoint opens it without swift-ft",

@@ -1,7 +1,6 @@
 """`swift-ft inspect` as a shell sees it, on files that a real server has made."""
 
 import json
-import math
 import os
 import random
 import re
@@ -9,15 +8,12 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
 
 import crc32c
 import pytest
-from safetensors import deserialize
 
 from swift_ft.log import admin
-from swift_ft.log.frame import CODECS
 from swift_ft.log.record import DTYPE_BY_NAME, RecordKey
 from swift_ft.log.segment import (
     scan,
@@ -232,56 +228,14 @@ def test_a_damaged_manifest_is_said_in_one_line(served: LogServer) -> None:
     served.start()
 
 
-def test_another_jobs_file_is_damage_and_is_not_exported(served: LogServer, tmp_path: Path) -> None:
+def test_another_jobs_file_is_damage(served: LogServer) -> None:
     assert served.stop() == 0
     mine, others = served.segments("s0.F")[0], served.segments("s1.B")[0]
     mine.write_bytes(others.read_bytes())
     text = inspect("--directory", served.directory, "--verify", code=1)
     assert "the segment is one of stream s1.B" in text
-    target = tmp_path / "out.safetensors"
-    flags = ("--job", JOB, "--stream", "s0.F", "--export", target)
-    assert "stream s1.B" in inspect("--directory", served.directory, *flags, code=1)
-    assert not target.exists()
     served.may_say = re.compile("WARNING stream_corrupt ")
     served.start()
-
-
-# -- export -----------------------------------------------------------------------------------------------
-
-
-def test_every_element_type_comes_out_bit_for_bit(tmp_path: Path) -> None:
-    with LogServer(tmp_path / "log") as server:
-        server.fence(1)
-        codecs = {"s0.F": "lz4", "s1.F": "bitshuffle"}
-        writers = {
-            stream: LogWriter([server.address], JOB, 1, codec=codec) for stream, codec in codecs.items()
-        }
-        bodies: dict[str, tuple[str, list[int], bytes]] = {}
-        # The last one is large enough for a codec, and has the same 15 elements again and again.
-        shapes: list[tuple[int, ...]] = [(3, 5), (), (0, 4), (400, 3, 5)]
-        for stream, (slot, name) in product(codecs, enumerate(DTYPES)):
-            fifteen = random.Random(name).randbytes(15 * DTYPE_BY_NAME[name].bytes)
-            if name == "bool":
-                fifteen = bytes(byte & 1 for byte in fifteen)
-            for microbatch, shape in enumerate(shapes):
-                body = (fifteen * 400)[: math.prod(shape) * DTYPE_BY_NAME[name].bytes]
-                writers[stream].append(stream, RecordKey(7, microbatch, slot), name, shape, body)
-                bodies[f"{stream}/7/{microbatch}/{slot}"] = (DTYPES[name], list(shape), body)
-        for writer in writers.values():
-            writer.close()
-        for stream, codec in codecs.items():
-            records = [record.header for path in server.segments(stream) for record in scan(path).records]
-            used = {header.dtype: header.codec for header in records if len(header.shape) == 3}
-            assert used == dict.fromkeys(DTYPES, CODECS[codec])
-        out = tmp_path / "out.safetensors"
-        text = inspect("--directory", server.directory, "--job", JOB, "--export", out)
-        assert f"{len(bodies)} records of job {JOB}" in text
-        found = {
-            name: (tensor["dtype"], tensor["shape"], bytes(tensor["data"]))
-            for name, tensor in deserialize(out.read_bytes())
-        }
-        assert found == bodies
-        assert sorted(path.name for path in tmp_path.iterdir() if "out." in path.name) == [out.name]
 
 
 def test_the_names_of_small_floats_are_those_of_safetensors() -> None:
@@ -296,36 +250,6 @@ def test_the_names_of_small_floats_are_those_of_safetensors() -> None:
         "float8_e5m2fnuz": "F8_E5M2FNUZ",
         "float8_e8m0fnu": "F8_E8M0",
     }
-
-
-def test_export_of_some_steps(served: LogServer, tmp_path: Path) -> None:
-    out = tmp_path / "out.safetensors"
-    for steps, wanted in (("3", [3]), ("3:5", [3, 4]), ("18:", [18, 19])):
-        inspect("--directory", served.directory, "--stream", "s1.B", "--step", steps, "--export", out)
-        found = {name: bytes(tensor["data"]) for name, tensor in deserialize(out.read_bytes())}
-        assert found == {f"s1.B/{step}/0/0": body_of("s1.B", step) for step in wanted}
-
-
-def test_a_damaged_record_is_not_exported(served: LogServer, tmp_path: Path) -> None:
-    served.kill()
-    flip(served, "s0.F", 2)
-    out = tmp_path / "out.safetensors"
-    export = ["--directory", served.directory, "--export", out, "--step"]
-    assert "s0.F record 2: step 2 microbatch 0 slot 0: its body's" in inspect(*export, "0:5", code=1)
-    assert not out.exists()
-    inspect(*export, "3:5")
-    assert len(deserialize(out.read_bytes())) == 4
-    served.start()
-
-
-def test_what_safetensors_does_not_have_is_refused(tmp_path: Path) -> None:
-    with LogServer(tmp_path / "log") as server:
-        server.fence(1)
-        writer = LogWriter([server.address], JOB, 1)
-        writer.append("s0.F", RecordKey(0, 0, 0), "complex128", (1,), bytes(16))
-        writer.close()
-        words = inspect("--directory", server.directory, "--export", tmp_path / "x", code=2)
-        assert "s0.F/0/0/0 is of complex128, which safetensors does not have" in words
 
 
 # -- dropping ---------------------------------------------------------------------------------------------
@@ -368,10 +292,8 @@ def test_mistakes(tmp_path: Path) -> None:
         (("--directory", log, "--job", "nobody"), f"there is no job nobody in {log}; there are: {JOB}"),
         (("--directory", log, "--job", "../x"), "is not allowed"),
         (("--directory", log, "--stream", "s9.F"), "there is no stream s9.F"),
-        (("--server", "127.0.0.1:1", "--verify"), "--verify and --export read files"),
-        (("--directory", log, "--export", tmp_path / "x", "--step", "a"), "--step a: write N, or N:M"),
-        (("--directory", log, "--export", tmp_path / "x", "--step", "99"), "nothing to export"),
-        (("--directory", log, "--export", missing / "x"), f"there is no directory {missing}"),
+        (("--server", "127.0.0.1:1", "--verify"), "--verify reads files"),
+        (("--directory", log, "--json", missing / "x"), f"there is no directory {missing}"),
         (("--directory", log, "--force"), "--force is for --drop-job"),
     ):
         assert words in inspect(*flags, code=2)

@@ -102,7 +102,7 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("content", HOSTILE_TRACES.values(), ids=HOSTILE_TRACES)
-@pytest.mark.parametrize("command", ["show", "convert", "plan"])
+@pytest.mark.parametrize("command", ["failures", "plan"])
 def test_a_hostile_trace_is_refused_in_one_line(
     command: str, content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,10 +112,8 @@ def test_a_hostile_trace_is_refused_in_one_line(
         argv = ["--goodput", "--trace", str(path), "--trace-nodes", "400"]
         assert plan.main(argv) == 2
     else:
-        argv = [command, str(path), *(["--ranks", "4"] if command == "show" else [str(tmp_path / "out.csv")])]
-        assert failures.main(argv) == 2
+        assert failures.main([str(path), "--ranks", "4"]) == 2
     assert str(path) in one_line(capsys)
-    assert not (tmp_path / "out.csv").exists()
 
 
 def fifo(path: Path) -> Path:
@@ -147,12 +145,10 @@ NO_FILES: dict[str, tuple[Callable[[Path], Path], str]] = {
 @pytest.mark.parametrize(
     "argv",
     [
-        ["failures", "show", "FILE", "--ranks", "4"],
-        ["failures", "show", "trace=FILE", "--ranks", "4"],
-        ["failures", "convert", "FILE", "-"],
+        ["failures", "FILE", "--ranks", "4"],
+        ["failures", "trace=FILE", "--ranks", "4"],
         ["plan", "FILE"],
         ["plan", "--goodput", "--trace", "FILE"],
-        ["plan", "--goodput", "--measured", "FILE"],
     ],
     ids=" ".join,
 )
@@ -175,14 +171,14 @@ def test_what_can_be_no_files_name_is_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "list").write_bytes(b"trace=\x00,per=1\n")
-    assert failures.main(["show", str(tmp_path / "list"), "--ranks", "4"]) == 2
+    assert failures.main([str(tmp_path / "list"), "--ranks", "4"]) == 2
     assert "no file can have this name" in one_line(capsys)
 
 
 def test_a_link_to_a_file_is_followed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "there").write_text("rank=1,step=2\n")
     (tmp_path / "link").symlink_to("there")
-    assert failures.main(["show", str(tmp_path / "link"), "--ranks", "4"]) == 0
+    assert failures.main([str(tmp_path / "link"), "--ranks", "4"]) == 0
     assert capsys.readouterr().out.startswith("rank=1,step=2")
 
 
@@ -190,5 +186,5 @@ def test_a_link_to_a_file_is_followed(tmp_path: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize("ranks", ["0", "-1", "65537", "1000000000000"])
 @pytest.mark.parametrize("spec", ["every=exponential,mtbf=40,count=3", "rank=0,step=1"])
 def test_no_job_has_so_many_ranks(ranks: str, spec: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert failures.main(["show", spec, "--ranks", ranks]) == 2
+    assert failures.main([spec, "--ranks", ranks]) == 2
     assert f"a job has 1 to 65536 ranks, not {ranks}" in one_line(capsys)

@@ -26,14 +26,13 @@ from swift_ft.log.directory import (
     remove_forgotten,
 )
 from swift_ft.log.record import check_name
-from swift_ft.text import show, size_words, table, tell, time_words, whole_number
+from swift_ft.text import show, size_words, table, tell, time_words
 from swift_ft.tools.log_contents import (
     DirectoryLog,
     JobFacts,
     LogFacts,
     SegmentFacts,
     StreamFacts,
-    export,
     served_facts,
 )
 
@@ -125,35 +124,23 @@ def _check(given: argparse.Namespace) -> None:
         raise UsageError("give --directory DIR or --server HOST:PORT, one of them")
     for kind, name in (("job", given.job or "x"), ("stream", given.stream or "x")):
         check_name(kind, name)
-    if (given.verify or given.export is not None) and given.directory is None:
-        raise UsageError("--verify and --export read files: give --directory; a server may be running there")
-    if given.drop_job and (given.verify or given.export is not None):
+    if given.verify and given.directory is None:
+        raise UsageError("--verify reads files: give --directory; a server may be running there")
+    if given.drop_job and given.verify:
         raise UsageError("--drop-job goes alone")
     if given.force and not given.drop_job:
         raise UsageError("--force is for --drop-job")
-    for path in (given.export, given.json):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise UsageError(f"there is no directory {path.absolute().parent}")
+    if given.json is not None and not given.json.absolute().parent.is_dir():
+        raise UsageError(f"there is no directory {given.json.absolute().parent}")
     if not 0 < given.timeout_s <= TIMEOUT_S_MAX:
         raise UsageError(f"--timeout-s must be positive, at most {TIMEOUT_S_MAX:g}")
-
-
-def _steps(text: str) -> range:
-    """Parses ``N``, ``N:`` or ``N:M``; M is exclusive."""
-    first, colon, end = text.partition(":")
-    begin, behind = whole_number(first), whole_number(end)
-    if begin is None or (end and behind is None):
-        raise UsageError(f"--step {text[:80]}: write N, or N:M for the steps from N up to but not M")
-    if not colon:
-        return range(begin, begin + 1)
-    return range(begin, sys.maxsize if behind is None else behind)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Returns the options, checked. Raises UsageError."""
     parser = Parser(
         prog="swift-ft inspect",
-        description="Shows what is in the log, verifies it, exports records, drops the log of a job.",
+        description="Shows what is in the log, verifies it, drops the log of a job.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="exit codes: 0 done, 1 something is damaged, 2 usage, 3 the server or the disk does not allow it",
     )
@@ -170,15 +157,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help="check every record, down to its digest; print a line for each damage",
     )
     parser.add_argument(
-        "--export",
-        type=Path,
-        metavar="FILE.safetensors",
-        help="write the job's records (with --directory), as s2.F/step/microbatch/slot",
-    )
-    parser.add_argument(
-        "--step", default="0:", metavar="N[:M]", help="export these steps only, from N to M - 1"
-    )
-    parser.add_argument(
         "--drop-job",
         default="",
         metavar="JOB",
@@ -193,18 +171,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help="how long to wait for a server's answer; default %(default)s",
     )
     given = parser.parse_args(argv)
-    given.step = _steps(given.step)
     _check(given)
     return given
 
 
 def run(config: argparse.Namespace) -> int:
-    """Runs the command: shows, exports or drops. Returns the exit code. Raises UsageError if there is no such
+    """Runs the command: shows or drops. Returns the exit code. Raises UsageError if there is no such
     stream."""
     if config.drop_job:
         return _drop(config)
-    if config.export is not None:
-        return _export(config)
     if config.directory is not None:
         facts = DirectoryLog(config.directory).facts(config.job, config.stream, config.verify)
     else:
@@ -229,20 +204,6 @@ def _verdict(facts: LogFacts) -> int:
     for problem in problems:
         tell(problem, "inspect")
     return EXIT_DAMAGE if problems else 0
-
-
-def _export(config: argparse.Namespace) -> int:
-    log, job, path = DirectoryLog(config.directory), config.job, config.export
-    if not job:
-        jobs = [held.job for held in log.facts().jobs]
-        if len(jobs) != 1:
-            raise UsageError(f"--export needs --job; there are: {', '.join(jobs) or 'none'}")
-        (job,) = jobs
-    records = log.records(job, config.stream, lambda step: step in config.step)
-    count, size = export(path, records, {"job": job, "made_by": "swift-ft inspect"})
-    _write_json(config.json, {"file": str(path), "job": job, "records": count, "bytes": size})
-    show([f"{path}: {count} records of job {job}, {size_words(size)}"])
-    return 0
 
 
 def _drop(config: argparse.Namespace) -> int:

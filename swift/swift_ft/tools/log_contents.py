@@ -1,22 +1,14 @@
-"""Contents of a log, from a server or from its files; and export of records as a safetensors file.
+"""Contents of a log, from a server or from its files."""
 
-A safetensors file has 8 bytes of length, a JSON header, and the tensors' bytes one after another. It is written here,
-because the library takes only whole tensors in memory and numpy's element types, which have no bfloat16 and no float8.
-The bytes are those of the log, so they are never rounded.
-"""
-
-import json
 import os
-import shutil
-import struct
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from swift_ft._pb import log_pb2
 from swift_ft.errors import LogError, RecordCorrupt, ServiceError, UsageError
-from swift_ft.files import open_regular, private
+from swift_ft.files import open_regular
 from swift_ft.log import admin
 from swift_ft.log.directory import NAME as ACKED
 from swift_ft.log.directory import (
@@ -35,7 +27,7 @@ from swift_ft.log.directory import (
 )
 from swift_ft.log.frame import decode_record
 from swift_ft.log.manifest import GRANTED, NO_UID, JobMeta, StreamMeta
-from swift_ft.log.record import DTYPE_BY_NAME, MARK_SLOT, Record, declared, stream_tag
+from swift_ft.log.record import Record, declared, stream_tag
 from swift_ft.log.segment import (
     FILE_BYTES_LEAST,
     SEQUENCE_MAX,
@@ -332,30 +324,6 @@ class DirectoryLog:
         )
         return max(expected, begin)
 
-    def records(self, job: str, stream: str, wanted: Callable[[int], bool]) -> Iterator[tuple[str, Record]]:
-        """Yields (stream, record) of the wanted steps. Raises RecordCorrupt if one of them is damaged."""
-        check_job(self.directory, job)
-        meta = load_manifest(self.directory, job)
-        for name in sorted({*meta.streams, *sub_directories(self.directory / job)}):
-            if stream not in ("", name):
-                continue
-            first = meta.streams.get(name, StreamMeta()).first
-            for scan in self._scans(job, name, meta, verify_bodies=False):
-                there = {record.header.sequence for record in scan.records}
-                unknown = [
-                    damage
-                    for damage in scan.damage
-                    if damage.sequence not in there and (damage.end_sequence or damage.sequence + 1) > first
-                ]
-                for record in scan.records:
-                    if _kept(record, first, meta.trimmed_below_step) and wanted(record.header.key.step):
-                        try:
-                            yield name, _stored(scan.path, record)
-                        except LogError as error:
-                            raise RecordCorrupt(f"{name} record {record.header.sequence}: {error}") from None
-                if unknown:
-                    raise RecordCorrupt(f"{name}: {unknown[0].reason}; nobody knows of which steps it was")
-
 
 def _kept(record: ScannedRecord, first: int, trimmed: int) -> bool:
     return record.header.sequence >= first and record.header.key.step >= trimmed
@@ -432,45 +400,3 @@ def _served_job(address: str, timeout_s: float, status: log_pb2.JobStatus, only:
             if only in ("", held.stream)
         ],
     )
-
-
-def export(path: Path, records: Iterable[tuple[str, Record]], metadata: Mapping[str, str]) -> tuple[int, int]:
-    """Writes (stream, record) pairs under names like ``s2.F/17/3/0`` (stream, step, microbatch, slot). Returns their
-    number and bytes. The file is written atomically. Raises UsageError if there are no records, for an element type
-    that safetensors lacks, and if the file cannot be written."""
-    bodies = path.with_name(f".{path.name}.bodies")
-    aside = path.with_name(f".{path.name}.new")
-    header: dict[str, object] = {"__metadata__": dict(metadata)}
-    at = 0
-    try:
-        with open(bodies, "w+b", opener=private) as data:
-            for stream, record in records:
-                if record.key.slot == MARK_SLOT:
-                    continue  # no tensor
-                name = f"{stream}/{record.key.step}/{record.key.microbatch}/{record.key.slot}"
-                dtype = DTYPE_BY_NAME[record.dtype].safetensors
-                if not dtype:
-                    raise UsageError(
-                        f"{name} is of {record.dtype}, which safetensors does not have: leave it out"
-                    )
-                end = at + record.body.nbytes
-                header[name] = {"dtype": dtype, "shape": list(record.shape), "data_offsets": [at, end]}
-                data.write(record.body)
-                at = end
-            if len(header) == 1:
-                raise UsageError("no record is of that job, stream and step: nothing to export")
-            text = json.dumps(header, separators=(",", ":")).encode()
-            text += b" " * (-len(text) % 8)
-            data.seek(0)
-            with open(aside, "wb", opener=private) as out:
-                out.write(struct.pack("<Q", len(text)) + text)
-                shutil.copyfileobj(data, out, 4 << 20)
-                out.flush()
-                os.fsync(out.fileno())
-        os.replace(aside, path)
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}; give another place") from None
-    finally:
-        for left in (bodies, aside):
-            left.unlink(missing_ok=True)
-    return len(header) - 1, at

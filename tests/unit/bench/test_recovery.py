@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
@@ -184,15 +183,6 @@ def test_the_table_has_what_a_system_costs_over_torchrun() -> None:
     cells = report.row(case("swift", 0.5), base)
     assert {"swift, auto", "0.50 s", "2.0 ms", "+1.0 ms", "+50 MiB", "1 of 1"} <= set(cells)
     assert len(report.HEAD) == len(cells)
-
-
-def test_the_drawing_has_a_dot_for_each_kill_and_a_bar_for_each_system() -> None:
-    cases = [case("swift", 0.5), case("torchrun", 10.0), {"system": "nvrx", "missing": "left out: <no>"}]
-    drawn = report.draw_kills({"cases": cases, "settings": {"kills": 1}})
-    texts = {text.text for text in ElementTree.fromstring(drawn).iter("{http://www.w3.org/2000/svg}text")}
-    assert {"swift, auto", "torchrun, DCP", "Time that a kill costs"} <= texts
-    assert "NVRx" not in drawn
-    ElementTree.fromstring(report.draw_kills({"cases": [], "settings": {"kills": 1}}))
 
 
 def test_a_peer_that_cannot_be_had_is_left_out_with_its_reason(

@@ -1,8 +1,6 @@
-"""Trace files: what is read, how nodes become hosts, every mistake in one line; and the converter."""
+"""Trace files: what is read, how nodes become hosts, every mistake in one line."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -132,85 +130,3 @@ def test_refuses(text: str, options: str, word: str, tmp_path: Path) -> None:
         schedule_of(f"trace={written(tmp_path, text)}{options}", 4)
     assert word in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-# --- the converter ---
-
-
-def event(node: str, at: float, kind: str, reason: str = "GPU") -> dict[str, Any]:
-    about = {"Level": "Hardware Failure", "Class": reason, "Desc": "GPU xid Error"}
-    return {"node_id": node, "event_time": at, "event_type": f"fault_{kind}", "fault_type": about}
-
-
-def converted(directory: Path, content: object, *without: str) -> list[Outage]:
-    path = directory / "fault_trace.json"
-    path.write_text(json.dumps(content))
-    return schedule.from_infinitehbd(path, without)
-
-
-def test_starts_and_ends_of_a_node_belong_together(tmp_path: Path) -> None:
-    found = converted(
-        tmp_path,
-        [
-            event("b", 1.0, "start"),
-            event("a", 1.0, "start"),
-            event("a", 1.5, "start", "NIC"),
-            event("a", 2.0, "end", "NIC"),
-            event("a", 3.0, "end"),
-            event("a", 4.0, "start"),
-            event("c", 5.0, "end"),
-        ],
-    )
-    assert found == [
-        Outage(node="a", start=1.0, end=3.0, reason="GPU"),
-        Outage(node="b", start=1.0, reason="GPU"),
-        Outage(node="a", start=1.5, end=2.0, reason="NIC"),
-        Outage(node="a", start=4.0, reason="GPU"),
-    ]
-
-
-def test_of_two_failures_that_are_alike_the_first_ends_first(tmp_path: Path) -> None:
-    found = converted(tmp_path, [event("a", 1.0, "start"), event("a", 2.0, "start"), event("a", 3.0, "end")])
-    assert [(outage.start, outage.end) for outage in found] == [(1.0, 3.0), (2.0, None)]
-
-
-def test_what_is_no_failure_of_a_job_is_left_out(tmp_path: Path) -> None:
-    stress = event("a", 1.0, "start", "Stress Test Failure")
-    assert converted(tmp_path, [stress, event("b", 2.0, "start")], "Stress Test Failure") == [
-        Outage(node="b", start=2.0, reason="GPU")
-    ]
-
-
-@given(st.lists(st.tuples(names, times, st.booleans()), max_size=30))
-def test_every_start_is_a_row_and_what_is_converted_is_a_trace(
-    tmp_path_factory: pytest.TempPathFactory, moves: list[tuple[str, float, bool]]
-) -> None:
-    directory = tmp_path_factory.mktemp("hbd")
-    listed = [
-        event(node, at, "end" if ends else "start") for node, at, ends in sorted(moves, key=lambda m: m[1])
-    ]
-    found = converted(directory, listed)
-    assert sorted((o.node, o.start) for o in found) == sorted((n, at) for n, at, ends in moves if not ends)
-    if found:
-        schedule.write_trace(found, directory / "trace.csv")
-        assert len(schedule.read_trace(directory / "trace.csv")) == len(found)
-
-
-@pytest.mark.parametrize(
-    ("content", "word"),
-    [
-        ({}, "a list of events is expected"),
-        ([3], "event 0: it needs node_id"),
-        ([{"node_id": "a", "event_time": "soon", "event_type": "fault_start", "fault_type": {}}], "event 0"),
-        ([event("a", 1.0, "middle")], "event 0: unknown event_type 'fault_middle'"),
-    ],
-)
-def test_the_converter_refuses(content: object, word: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=word):
-        converted(tmp_path, content)
-
-
-def test_the_converter_refuses_what_is_no_json(tmp_path: Path) -> None:
-    (tmp_path / "trace.json").write_text("node,start\n")
-    with pytest.raises(UsageError, match="not JSON: line 1, column 1"):
-        schedule.from_infinitehbd(tmp_path / "trace.json")

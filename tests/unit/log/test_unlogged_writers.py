@@ -13,7 +13,7 @@ from swift_ft.log import admin
 from swift_ft.log.admin import StreamInventory
 from swift_ft.log.reader import LogReader, never
 from swift_ft.log.record import MARK_SLOT, Dropped, Steps, hull
-from swift_ft.tools.log_contents import DirectoryLog, export
+from swift_ft.tools.log_contents import DirectoryLog
 from swift_ft_services.logserver.engine import LogEngine
 from swift_ft_services.logserver.state import EngineConfig
 from swift_ft_services.logserver.storage import DirectoryStorage
@@ -250,7 +250,7 @@ def test_what_is_declared_at_once_is_not_waited_for_and_comes_by_itself() -> Non
 
 
 def test_it_is_on_the_disk(tmp_path: Path) -> None:
-    """Another server on the same directory says the same, and so do the files; an export leaves the mark out."""
+    """Another server on the same directory says the same, and so do the files."""
     root = tmp_path / "data"
     with InProcess(DirectoryStorage(root, 1 << 20)) as server, writing(server) as writer:
         assert put(writer, 0)
@@ -266,5 +266,3 @@ def test_it_is_on_the_disk(tmp_path: Path) -> None:
     files = DirectoryLog(root)
     ((found,),) = (job.streams for job in files.facts().jobs)
     assert (found.unlogged, found.records) == (Steps(1, 3), 3)
-    exported, _ = export(tmp_path / "out.safetensors", files.records(JOB, STREAM, lambda step: True), {})
-    assert exported == 2

@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given, settings
@@ -22,9 +21,9 @@ def written(path: Path, **changes: Any) -> Path:
 
 
 def test_it_prints_a_table_and_writes_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, drawing = tmp_path / "plan.json", tmp_path / "plan.svg"
+    out = tmp_path / "plan.json"
     given = written(tmp_path / "profile.json")
-    assert main([str(given), "--storage-cap", "6.6kB", "--json", str(out), "--svg", str(drawing)]) == 0
+    assert main([str(given), "--storage-cap", "6.6kB", "--json", str(out)]) == 0
     shown = capsys.readouterr().out
     document = json.loads(out.read_text())
     assert document["cap"] == {"storage_bytes": 6600}
@@ -42,7 +41,6 @@ def test_it_prints_a_table_and_writes_the_rest(tmp_path: Path, capsys: pytest.Ca
     assert [stage for stage in range(groups.num_stages - 1) if groups.crosses(stage, stage + 1)] == document[
         "chosen"
     ]["logged"]
-    assert drawing.read_text().startswith("<svg")
 
 
 def test_a_cap_of_the_profile_holds_until_the_command_line_says_otherwise(tmp_path: Path) -> None:
@@ -109,7 +107,7 @@ def test_one_group_of_all_keeps_to_any_storage_cap(tmp_path: Path) -> None:
         (["{}/profile.json", "--recovery-cap", "0"], "cap.recovery_s: must be from"),
         (["{}/profile.json", "--recovery-cap", "1", "--storage-cap", "1"], "not allowed with"),
         (["{}/profile.json", "--json", "{}/no/plan.json"], "--json: there is no directory"),
-        (["{}/profile.json", "--svg", "{}"], "cannot write"),
+        (["{}/profile.json", "--json", "{}"], "cannot write"),
     ],
 )
 def test_what_is_wrong_is_one_line(
@@ -124,25 +122,11 @@ def test_what_is_wrong_is_one_line(
     assert len(shown.err.splitlines()) == 1, shown.err
 
 
-def test_the_drawing_has_a_name_for_what_it_shows() -> None:
-    drawn = report.draw(report.build(profile(machines=8), Cap(kind="storage_bytes", value=6600)))
-    texts = {text.text for text in ElementTree.fromstring(drawn).iter("{http://www.w3.org/2000/svg}text")}
-    assert {"exact", "SWIFT's merge", "choice", "cap", "recovery, s"} <= texts
-    assert ">cap<" not in report.draw(report.build(profile(machines=8), None))
-
-
-def test_a_name_cannot_become_markup() -> None:
-    drawing = report.draw(report.build(profile(name="<script>&$x$"), None))
-    assert "<script" not in drawing
-    ElementTree.fromstring(drawing)
-
-
 @pytest.mark.parametrize("machines", [1, 2])
 def test_the_smallest_jobs_have_plans(machines: int) -> None:
     document = report.build(profile(machines=machines), None)
     assert len(document["frontier"]["points"]) == machines
     assert document["name"] in report.text(document)[0]
-    ElementTree.fromstring(report.draw(document))
 
 
 EXTREME_S, EXTREME_RATE = st.sampled_from([1e-12, 1.0, 1e12]), st.sampled_from([1.0, 1e9, 1e18])

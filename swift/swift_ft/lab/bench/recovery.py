@@ -33,7 +33,6 @@ WAIT_S = 0.01
 
 def add_arguments(parser: Parser) -> None:
     add = parser.add_argument
-    add("--plot", type=Path, metavar="PATH", help="draw the time lost as an SVG file")
     add("--system", choices=SYSTEMS, action="append", help="may be repeated (default: all)")
     add("--kills", type=int, default=20, metavar="N", help="of each system; default %(default)s")
     add("--seed", type=int, default=0, metavar="N", help="of the points; default %(default)s")
@@ -55,7 +54,6 @@ def run(arguments: Any) -> dict[str, Any]:
         raise UsageError(
             "bench recovery: give 1 kill or more, --checkpoint-every of 3 or more, and --steps of at least 3 times that"
         )
-    output.check_json(arguments.plot, "--plot")
     settings = {
         "kills": kills,
         "seed": arguments.seed,
@@ -107,8 +105,6 @@ def run(arguments: Any) -> dict[str, Any]:
     goals = report.goals(cases)
     show(report.text(cases, goals))
     document |= {"cases": cases, "goals": goals}
-    if arguments.plot is not None:
-        output.write_text(arguments.plot, report.draw_kills(document))
     if any("failed" in case or case.get("went_on", 0) < case.get("kills", 0) for case in cases):
         return document | {"verdict": "INCOMPLETE"}
     return document | {"verdict": "FAIL" if any(found["met"] is False for found in goals) else ""}

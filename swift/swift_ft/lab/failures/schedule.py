@@ -1,4 +1,4 @@
-"""Schedules of failures: SPEC and FILE, distributions, traces (``trace=FILE,per=0.5``), the InfiniteHBD converter.
+"""Schedules of failures: SPEC and FILE, distributions, traces (``trace=FILE,per=0.5``).
 
 A trace is CSV (RFC 4180) in UTF-8. Its first line names the columns, in any order; unknown columns are ignored:
 
@@ -6,7 +6,6 @@ A trace is CSV (RFC 4180) in UTF-8. Its first line names the columns, in any ord
     start    time of the failure, 0 or more, in a unit of the file's own
     end      time of its recovery, in the same unit; empty: never
     kind     kill, stop, hang, slow or network; empty or no such column: that of the schedule, else kill
-    class    description of the cause, for people
 
 ``per``: units of the file in one step (with ``unit=seconds``: in one second). A killed process is replaced at once,
 however long its node was away. ``from`` and ``until`` select a part of the file, in its unit. Nodes with names are
@@ -16,12 +15,10 @@ that never failed, so that the failure rate per host is the real one.
 
 import csv
 import heapq
-import json
 import math
 import os
 import random
 import re
-from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -226,7 +223,6 @@ class Drawn:
             yield at, host
 
 
-COLUMNS = ("node", "start", "end", "kind", "class")
 NEEDED = ("node", "start")
 ROWS_MAX = 1_000_000
 _PATH = re.compile(r"[^,;]+\Z")
@@ -240,8 +236,6 @@ class Outage:
     start: float
     end: float | None = None
     kind: str = ""
-    reason: str = ""
-    """Value of the column `class`."""
 
 
 def text_of(path: Path, flag: str) -> str:
@@ -291,7 +285,7 @@ def _outage(row: dict[str | None, Any], where: str) -> Outage:
     end = _time(cell("end"), f"{where}: end") if cell("end") else None
     if end is not None and end < start:
         raise UsageError(f"{where}: end {end:g} is before start {start:g}")
-    return Outage(node=node, start=start, end=end, kind=kind, reason=cell("class"))
+    return Outage(node=node, start=start, end=end, kind=kind)
 
 
 def _time(text: str, where: str) -> float:
@@ -302,57 +296,6 @@ def _time(text: str, where: str) -> float:
     if not 0.0 <= value < math.inf:
         raise UsageError(f"{where} must be a number of 0 or more, not {text[:40]!r}")
     return value
-
-
-def write_trace(outages: Iterable[Outage], path: Path, flag: str = "--out") -> int:
-    """Writes the rows in the format of `read_trace`. Returns their number. Raises UsageError."""
-    count = 0
-    try:
-        with path.open("w", encoding="utf-8", newline="") as file:
-            rows = csv.writer(file, lineterminator="\n")
-            rows.writerow(COLUMNS)
-            for outage in outages:
-                end = "" if outage.end is None else f"{outage.end!r}"
-                rows.writerow([outage.node, f"{outage.start!r}", end, outage.kind, outage.reason])
-                count += 1
-    except OSError as error:
-        raise UsageError(f"{flag} {path}: {error.strerror}: name a file that can be written") from None
-    return count
-
-
-def from_infinitehbd(path: Path, without: Sequence[str] = (), flag: str = "convert") -> list[Outage]:
-    """Converts the public fault trace of InfiniteHBD (github.com/stepfun-ai/InfiniteHBD-Trace, ``fault_trace.json``):
-    starts and ends of faults, in days. A fault without an end stays open. `without`: classes to leave out, such as
-    "Stress Test Failure", which is no failure of a training job. Raises UsageError."""
-    events = parse_json(text_of(path, flag), f"{flag} {path}")
-    if not isinstance(events, list):
-        raise UsageError(f"{flag} {path}: not an InfiniteHBD trace: a list of events is expected")
-    open_: dict[tuple[str, str], deque[int]] = defaultdict(deque)
-    found: list[Outage] = []
-    for number, event in enumerate(events):
-        try:
-            node, at, kind = str(event["node_id"]), float(event["event_time"]), event["event_type"]
-            about = event["fault_type"]
-            reason, key = str(about["Class"]), (node, json.dumps(about, sort_keys=True))
-            if not 0.0 <= at < math.inf:
-                raise ValueError(at)
-        except (KeyError, TypeError, ValueError, OverflowError):
-            raise UsageError(
-                f"{flag} {path}: event {number}: it needs node_id, event_time (0 or more), event_type and fault_type "
-                "with a Class"
-            ) from None
-        if reason in without:
-            continue
-        if kind == "fault_start":
-            open_[key].append(len(found))
-            found.append(Outage(node=node, start=at, reason=reason))
-        elif kind == "fault_end":
-            if open_[key]:
-                index = open_[key].popleft()
-                found[index] = Outage(node=node, start=found[index].start, end=at, reason=reason)
-        else:
-            raise UsageError(f"{flag} {path}: event {number}: unknown event_type {str(kind)[:40]!r}")
-    return sorted(found, key=lambda outage: (outage.start, outage.node))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -511,8 +454,6 @@ def _of_file(path: Path, flag: str) -> list[Entry]:
     text = text_of(path, flag)
     if is_trace(text):
         return [Traced(text=f"trace={path}", path=str(path))]
-    if text.lstrip().startswith("["):
-        raise UsageError(f"{flag} {path}: JSON of somebody else's: convert it with swift-ft failures convert")
     if text.lstrip().startswith("{"):
         schedule = parse_json(text, f"{flag} {path}").get("schedule")
         if not isinstance(schedule, list) or not all(isinstance(entry, str) for entry in schedule):

@@ -4,7 +4,7 @@ Times are seconds."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 from scipy.optimize import brentq
@@ -116,13 +116,6 @@ class Cluster:
     def parts(self) -> int:
         """Number of parts of the model on different nodes."""
         return max(1, math.ceil(self.nodes / self.replicas))
-
-    def resized(self, ranks: int) -> "Cluster":
-        """Returns the cluster with another number of ranks: as many whole replicas of the same model as fit. Without
-        replicas, the model itself has another size."""
-        if self.replicas == 1:
-            return replace(self, ranks=ranks, stages=min(self.stages, ranks))
-        return replace(self, ranks=ranks, replicas=ranks // self.replica_ranks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,92 +8,11 @@ from typing import Any
 
 from swift_ft.cli_parser import Parser
 from swift_ft.errors import UsageError
-from swift_ft.files import read_given
-from swift_ft.lab import drawing
 from swift_ft.lab.failures.schedule import read_trace
 from swift_ft.lab.goodput import figures, report, ways
 from swift_ft.lab.goodput.cluster import Cluster, Faults, Trace, shape_of
-from swift_ft.lab.plan.arguments import add_outputs, duration, write
-from swift_ft.text import parse_json, show, time_words
-
-# Reads figures from the JSON of a bench. Pure.
-#
-# - `swift-ft bench recovery --json`: per strategy the time that all ranks wait after a fault: from the kill to the next
-#   new step, without that step and without repeated steps; and the overhead of a session in a step.
-# - `swift-ft bench coordinator --json`: seconds of a recovery per member, from the largest case.
-
-SYSTEMS = {
-    "torchrun": (ways.RESTART,),
-    "swift": (ways.AUTO, ways.REPLICA),
-    "swift-checkpoint": (ways.CHECKPOINT,),
-    "swift-reinit": (ways.REINIT,),
-    "swift-snapshot": (ways.SNAPSHOT,),
-    "swift-shrink": (ways.SHRINK,),
-    "swift-replay": (ways.REPLAY,),
-}
-"""System of the bench -> strategies. The bench runs two replicas, so `auto` copied from one."""
-
-
-Figures = dict[str, tuple[float, str]]
-"""Name -> value and source."""
-Stops = dict[str, float]
-"""Strategy -> seconds that all ranks wait after a fault."""
-
-
-def parse_figures(text: str | bytes, name: str) -> tuple[Figures, Stops]:
-    """Parses the JSON of a bench. `name`: of its file. Raises UsageError, in one line, if it is invalid."""
-    document = parse_json(text)
-    if not isinstance(document, dict):
-        raise UsageError("is no object: give the JSON of swift-ft bench recovery or coordinator")
-    if document.get("bench") == "recovery":
-        return _recovery(document, f"swift-ft bench recovery ({name})")
-    return _coordinator(document, f"swift-ft bench coordinator ({name})"), {}
-
-
-def _number(holder: Any, key: str, where: str) -> float:
-    value = holder.get(key) if isinstance(holder, dict) else None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= figures.VALUE_MAX:
-        raise UsageError(f"{where}: {key} must be a number, 0 or more")
-    return float(value)
-
-
-def _cases(document: dict[str, Any]) -> list[dict[str, Any]]:
-    cases = document.get("cases")
-    if not isinstance(cases, list) or not all(isinstance(case, dict) for case in cases) or not cases:
-        raise UsageError("has no cases: give the whole JSON of the bench")
-    return cases
-
-
-def _recovery(document: dict[str, Any], source: str) -> tuple[Figures, Stops]:
-    stops: dict[str, float] = {}
-    quiet: dict[str, float] = {}
-    for number, case in enumerate(_cases(document), start=1):
-        where = f"case {number}"
-        system = case.get("system")
-        if system not in SYSTEMS or "missing" in case or "failed" in case:
-            continue
-        step_s = _number(case, "step_s", where)
-        stop_s = max(0.0, _number(case, "lost_s", where) - _number(case, "steps_again", where) * step_s)
-        stops |= dict.fromkeys(SYSTEMS[system], stop_s)
-        quiet[system] = _number(case.get("undisturbed"), "step_s", f"{where}, undisturbed")
-    if not stops:
-        raise UsageError("has no case that went on: give another run of swift-ft bench recovery")
-    given: Figures = {}
-    if {"torchrun", "swift"} <= quiet.keys():
-        given["session_s_per_step"] = (max(0.0, quiet["swift"] - quiet["torchrun"]), source)
-    return given, stops
-
-
-def _coordinator(document: dict[str, Any], source: str) -> Figures:
-    cases = [
-        (_number(case, "members", f"case {number}"), _number(case, "recovery_s", f"case {number}"))
-        for number, case in enumerate(_cases(document), start=1)
-    ]
-    members, recovery_s = max(cases)
-    if members < 1:
-        raise UsageError("has no members: give the whole JSON of swift-ft bench coordinator")
-    words = f"{source}: {recovery_s:.3g} s for {members:,.0f} members, in proportion"
-    return {"coordinate_s_per_rank": (recovery_s / members, words)}
+from swift_ft.lab.plan.arguments import add_output, duration, write
+from swift_ft.text import show, time_words
 
 
 def check_way(name: str, flag: str) -> None:
@@ -101,38 +20,6 @@ def check_way(name: str, flag: str) -> None:
     known = [way for way in ways.NAMES if way not in (ways.GIVEN, ways.WAIT)]
     if name not in known:
         raise UsageError(f"{flag}: there is no strategy {name!r}; there are {', '.join(map(repr, known))}")
-
-
-def draw_goodput(document: dict[str, Any]) -> str:
-    """Draws a document with a sweep (`swift_ft.lab.goodput.report.build`) as SVG: the useful share against the size of
-    the cluster, a line for each strategy by the formula, dots by the simulation."""
-    sweep, faults = document["sweep"], document["faults"]
-    figure, axes = drawing.new(8, 5.5, "Share of time that is training")
-    ends = {name: point["strategies"][name]["formula"] for point in sweep for name in point["strategies"]}
-    for name in sorted(ends, key=lambda name: -ends[name]):
-        points = [
-            (point["ranks"], point["strategies"][name]) for point in sweep if name in point["strategies"]
-        ]
-        sizes = [ranks for ranks, _ in points]
-        number = ways.NAMES.index(name)
-        colour, dashes = f"C{number % 10}", "-" if number < 10 else "--"
-        axes.plot(sizes, [of["formula"] for _, of in points], color=colour, linestyle=dashes, label=name)
-        shares, errors = [of["simulated"] for _, of in points], [of["error"] for _, of in points]
-        axes.errorbar(sizes, shares, errors, color=colour, fmt=".")
-    axes.axvline(document["ranks"], color="#59636e", linestyle=":")
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(
-        lambda ranks, _: f"{ranks:,.0f}" if ranks < 10_000 else f"{ranks / 1000:.0f}k"
-    )
-    axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
-    axes.set_ylim(0, 1)
-    rate = 1000 * figures.DAY_S / faults["node_mtbf_s"]
-    axes.set_xlabel(
-        f"ranks; lines: formula, dots: simulated; dotted: {document['ranks']:,}\n{rate:.3g} faults in 1,000 "
-        f"node-days; repaired after {faults['repair_s'] / 3600:.3g} h on average"
-    )
-    figure.legend(loc="outside right upper", frameon=False)
-    return drawing.svg(figure)
 
 
 PRESET_DEFAULT, REPLICA_RANKS_DEFAULT, STAGES_DEFAULT, MICROBATCHES_DEFAULT = "llama3", 128, 16, 16
@@ -168,25 +55,18 @@ def make_parser() -> Parser:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the simulation; default: 0")
     more: dict[str, Any] = {"action": "append", "default": []}
     parser.add_argument(
-        "--measured",
-        type=Path,
-        metavar="FILE",
-        help="JSON of swift-ft bench recovery or coordinator; may be repeated",
-        **more,
-    )
-    parser.add_argument(
         "--set", type=_figure, metavar="NAME=VALUE", help="a figure of the model; may be repeated", **more
     )
     stop = "what all ranks wait for after a fault, as measured; may be repeated"
     parser.add_argument("--stop", type=_stop, metavar="STRATEGY=TIME", help=stop, **more)
-    add_outputs(parser, "draw the shares by the cluster's size")
+    add_output(parser)
     return parser
 
 
 def request_of(options: argparse.Namespace) -> ways.Request:
     """Checks the options. Raises UsageError for an invalid value or an unusable file."""
     preset = figures.PRESETS[options.preset]
-    given, stops = _figures(options)
+    given = {name: (value, "given") for name, value in options.set}
     faults, source = _faults(options, preset)
     if faults.trace is not None and "repair_s" not in given:
         given["repair_s"] = (max(faults.trace.repair_s, 1e-3), f"the mean outage in {options.trace}")
@@ -207,7 +87,7 @@ def request_of(options: argparse.Namespace) -> ways.Request:
         figures=of,
         every_s=options.checkpoint_every,
         snapshot_every_s=options.snapshot_every,
-        stops=stops,
+        stops=dict(options.stop),
         source=source,
         seed=options.seed,
     )
@@ -272,22 +152,6 @@ def _traced(options: argparse.Namespace) -> tuple[Faults, str]:
     return Faults(mtbf_s=mtbf_s, trace=trace), words
 
 
-def _figures(options: argparse.Namespace) -> tuple[Figures, Stops]:
-    """Returns the figures and stops of files and of the command line, which takes precedence."""
-    given: Figures = {}
-    stops: Stops = {}
-    for path in options.measured:
-        content = read_given(path, f"--measured {path}")
-        try:
-            read, stopped = parse_figures(content, path.name)
-        except UsageError as error:
-            raise UsageError(f"--measured {path}: {error}") from None
-        given |= read
-        stops |= stopped
-    given |= {name: (value, "given") for name, value in options.set}
-    return given, stops | dict(options.stop)
-
-
 def _figure(text: str) -> tuple[str, float]:
     name, _, value = text.partition("=")
     try:
@@ -307,10 +171,7 @@ def _stop(text: str) -> tuple[str, float]:
 def main(argv: Sequence[str]) -> int:
     """Raises UsageError before anything is written."""
     options = make_parser().parse_args(argv)
-    document: dict[str, Any] = report.build(
-        request_of(options), sweep=options.json is not None or options.svg is not None
-    )
+    document: dict[str, Any] = report.build(request_of(options))
     write(options.json, lambda: json.dumps(document, indent=2) + "\n")
-    write(options.svg, lambda: draw_goodput(document))
     show(report.text(document))
     return 0

@@ -1,7 +1,7 @@
 """Durations of recoveries and overheads, each with its source, and published failure data.
 
 All strategies share the parts of a recovery, so that none is modelled on a smaller machine. Each figure can be given
-(`--set NAME=VALUE`), or measured (`--measured FILE`).
+(`--set NAME=VALUE`).
 """
 
 from collections.abc import Mapping

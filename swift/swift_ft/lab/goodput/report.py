@@ -2,7 +2,7 @@
 
 import math
 import textwrap
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from scipy.special import pdtr
@@ -70,19 +70,17 @@ AGREE_LEAST = 1e-3
 """Differences below this are not reported: the formula omits terms of second order (docs/goodput.md)."""
 WORTH_TELLING = 0.2
 """Share of the difference that a violated assumption must explain to be reported."""
-SWEEP_RANKS = 100_000
-SPAN_OF_SWEEP, TRIALS_OF_SWEEP = 40.0, 200
 COLUMNS_MAX = 118
 
 
-def build(request: Request, *, sweep: bool) -> dict[str, Any]:
-    """Builds the document; with `sweep`, also the shares by the size of the cluster."""
+def build(request: Request) -> dict[str, Any]:
+    """Builds the document."""
     cluster, faults = request.cluster, request.faults
     mtbf_s = faults.job_mtbf_s(cluster)
     missing = request.repair_s / mtbf_s
     save_s = request.figures["save_s"].value
-    rows = _rows(request, simulation.TRIALS, simulation.SPAN)
-    document: dict[str, Any] = {
+    rows = _rows(request)
+    return {
         "ranks": cluster.ranks,
         "ranks_per_node": cluster.ranks_per_node,
         "nodes": cluster.nodes,
@@ -109,36 +107,12 @@ def build(request: Request, *, sweep: bool) -> dict[str, Any]:
         },
         "figures": {name: asdict(figure) for name, figure in request.figures.items()},
         "strategies": rows,
-        "sweep": [],
     }
-    if sweep:
-        document["sweep"] = [
-            {"ranks": ranks, "strategies": _points(replace(request, cluster=cluster.resized(ranks)))}
-            for ranks in sizes(cluster)
-        ]
-    return document
 
 
-def sizes(cluster: Cluster) -> list[int]:
-    """Returns the sizes in the picture: doubling from one replica (or one node without replicas), and the cluster's
-    own."""
-    unit = cluster.ranks_per_node
-    if cluster.replicas > 1:
-        unit = math.lcm(unit, cluster.replica_ranks)
-    found = [unit]
-    while found[-1] < max(SWEEP_RANKS, cluster.ranks):
-        found.append(2 * found[-1])
-    return sorted({*found, cluster.ranks} - {1})
-
-
-def _points(request: Request) -> dict[str, dict[str, float]]:
-    rows = _rows(request, TRIALS_OF_SWEEP, SPAN_OF_SWEEP)
-    return {row["name"]: {key: row[key] for key in ("formula", "simulated", "error")} for row in rows}
-
-
-def _rows(request: Request, trials: int, span: float) -> list[dict[str, Any]]:
+def _rows(request: Request) -> list[dict[str, Any]]:
     cluster, faults, repair_s = request.cluster, request.faults, request.repair_s
-    drawn = simulation.sample(faults, cluster, repair_s, seed=request.seed, trials=trials, span=span)
+    drawn = simulation.sample(faults, cluster, repair_s, seed=request.seed)
     needed = simulation.spares_needed(drawn)
     rows = []
     for way in ways.Maker(request).ways():
@@ -292,7 +266,7 @@ def _assumptions(document: dict[str, Any]) -> list[str]:
 
 
 def _figures(document: dict[str, Any]) -> list[str]:
-    lines = ["figures, and where they come from (--set NAME=VALUE, or --measured FILE, for your own)"]
+    lines = ["figures, and where they come from (--set NAME=VALUE for your own)"]
     for name, figure in document["figures"].items():
         lines += _wrapped(f"  {name} {figure['value']:.4g}: {figure['words']}. {figure['source']}")
     return lines

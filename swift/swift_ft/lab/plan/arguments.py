@@ -44,10 +44,8 @@ def output(text: str) -> Path:
     return path
 
 
-def add_outputs(parser: Parser, drawing: str = "") -> None:
+def add_output(parser: Parser) -> None:
     parser.add_argument("--json", type=output, metavar="PATH", help="write everything as JSON, for programs")
-    if drawing:
-        parser.add_argument("--svg", type=output, metavar="PATH", help=drawing)
 
 
 def write(path: Path | None, content: Callable[[], str]) -> None:

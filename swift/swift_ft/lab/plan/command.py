@@ -15,7 +15,7 @@ from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.cli_parser import Parser, import_with_extra
 from swift_ft.errors import ServiceError, SwiftError, UsageError
 from swift_ft.lab.plan import running_job
-from swift_ft.lab.plan.arguments import add_outputs, duration, output, size, write
+from swift_ft.lab.plan.arguments import add_output, duration, output, size, write
 from swift_ft.lab.plan.profile import Cap, Profile, read
 from swift_ft.text import flag_of, show, tell
 
@@ -64,7 +64,7 @@ def make_parser() -> Parser:
         ("--worst-recovery-cap", duration, "TIME", "limit of the recovery time, whichever machine fails"),
     ):
         caps.add_argument(flag, type=kind, metavar=unit, help=words)
-    add_outputs(parser, "draw the frontier")
+    add_output(parser)
     return parser
 
 
@@ -117,7 +117,6 @@ def run(options: argparse.Namespace, ask: Callable[[str, str], pb.MeasurementsRe
         profile = measured(options, ask(options.coordinator, options.job))
     document = report.build(profile, options.cap or profile.cap)
     write(options.json, lambda: json.dumps(document) + "\n")
-    write(options.svg, lambda: str(report.draw(document)))
     show(report.text(document))
     if not document["met"]:
         tell(document["problem"])

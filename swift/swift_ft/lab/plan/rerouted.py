@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from swift_ft.cli_parser import Parser
 from swift_ft.errors import UsageError
-from swift_ft.lab.plan.arguments import add_outputs, write
+from swift_ft.lab.plan.arguments import add_output, write
 from swift_ft.planner.assignment import Assignment
 from swift_ft.planner.schedule import ACTIONS_MAX, Costs, Step, Work, owners_of, period, plan_step
 from swift_ft.text import show, table
@@ -272,7 +272,7 @@ def make_parser() -> Parser:
     parser.add_argument("--cap-factor", type=float, default=1.0, metavar="X", help=factor)
     losses = "up to so many ranks are lost; default: %(default)s"
     parser.add_argument("--failures", type=int, default=2, metavar="K", help=losses)
-    add_outputs(parser)
+    add_output(parser)
     return parser
 
 

@@ -1,13 +1,18 @@
 """A study as one self-contained HTML page: its drawings, and its tables as the terminal has them."""
 
 import html
+import io
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from swift_ft.lab import drawing
+from swift_ft.errors import ServiceError
 from swift_ft.lab.study import figures
 from swift_ft.lab.study.figures import read
 from swift_ft.lab.study.settings import STRATEGIES
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 STYLE = (
     "body{font:16px/1.5 system-ui,sans-serif;max-width:1200px;margin:2rem auto;padding:0 1rem}"
@@ -46,7 +51,7 @@ def _drawings(task: Mapping[str, Any]) -> list[str]:
 def tradeoff(rows: Sequence[Mapping[str, Any]], unit: str) -> str:
     """Draws a dot for each strategy at one rate: to the right what takes longer, upwards what has learned less. A line
     joins those that no other one beats in both."""
-    figure, axes = drawing.new(5.5, 4, figures.rate_words(rows[0]["rate"]))
+    figure, axes = new(5.5, 4, figures.rate_words(rows[0]["rate"]))
     known = [(row, x, y) for row in rows if (x := read(row, "overhead")) and (y := read(row, "worse"))]
     front = sorted((100 * x.mean, y.mean) for row, x, y in known if row["front"])
     axes.plot([x for x, _ in front], [y for _, y in front], color="#8c959f", linestyle="--")
@@ -56,4 +61,48 @@ def tradeoff(rows: Sequence[Mapping[str, Any]], unit: str) -> str:
     axes.set_xlabel("longer by, %")
     axes.set_ylabel(f"worse by, {unit}")
     axes.legend()
-    return drawing.svg(figure)
+    return svg(figure)
+
+
+# Drawings as SVG, by matplotlib.
+
+SETTINGS: Any = {
+    "font.size": 10,
+    "font.family": "sans-serif",
+    "svg.fonttype": "none",
+    "text.parse_math": False,
+    "svg.hashsalt": "swift",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlelocation": "left",
+    "grid.color": "#d1d9e0",
+}
+"""Text stays text, and the same drawing has the same bytes."""
+
+
+def new(width: float, height: float, title: str = "") -> "tuple[Figure, Axes]":
+    """Returns an empty drawing of this size in inches. Raises ServiceError if matplotlib is missing."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        if error.name != "matplotlib":
+            raise
+        raise ServiceError("matplotlib is missing here: pip install 'swift-ft[lab]'") from None
+    with matplotlib.rc_context(SETTINGS):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        axes = figure.add_subplot()
+        axes.set_title(title)
+    return figure, axes
+
+
+def svg(figure: "Figure") -> str:
+    """Returns the drawing as an SVG element."""
+    import matplotlib
+
+    text = io.StringIO()
+    with matplotlib.rc_context(SETTINGS):
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    return text.getvalue()[text.getvalue().index("<svg") :]

@@ -15,12 +15,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn.parallel import DistributedDataParallel
 
 from swift_ft.lab.bench.peers.torchrun_trainer import Training, train
-from swift_ft.lab.bench.peers.trial import REPLICAS, Trial, make_model, started_at
+from swift_ft.lab.bench.peers.trial import REPLICAS, Trial, make_model
 
 
 def main() -> None:
     trial = Trial.given()
-    trial.mark("imported", started=started_at())
     port, first = int(os.environ["MASTER_PORT"]), int(os.environ["RANK"])
     store = TCPStore("127.0.0.1", port, is_master=first == 0, wait_for_workers=False)
 

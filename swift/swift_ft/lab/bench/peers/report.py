@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from swift_ft.lab import drawing
 from swift_ft.lab.bench.peers.systems import INEXACT, SYSTEMS
-from swift_ft.lab.bench.peers.trial import PLACES, REPLICAS, SURVIVOR, VICTIM
+from swift_ft.lab.bench.peers.trial import PLACES, REPLICAS, SURVIVOR
 from swift_ft.text import table
 
 # Evaluation of a run's marks: how long its ranks stood still, which steps were repeated, who survived. Pure.
@@ -86,7 +85,6 @@ def judge(marks: Sequence[dict[str, Any]], reference: str) -> dict[str, Any]:
         "survived": len(processes[SURVIVOR]) == 1
         and any(mark["what"] == "ended" and mark["replica"] == SURVIVOR for mark in marks),
         "same_bits": len(digests) == REPLICAS and set(digests) == {reference},
-        "replacement_s": _way(marks, kill),
     }
 
 
@@ -102,17 +100,6 @@ def step_s(marks: Sequence[dict[str, Any]]) -> float:
         mark["at"] for mark in marks if mark["what"] == "stepped" and mark["replica"] == SURVIVOR
     ]
     return statistics.median(b - a for a, b in pairwise(at[len(at) // 10 :]))
-
-
-def _way(marks: Sequence[dict[str, Any]], kill: dict[str, Any]) -> dict[str, float]:
-    """Returns the replacement process's milestones in seconds from the kill; negative for the start of a spare."""
-    pids = {mark["pid"] for mark in marks if mark["replica"] == VICTIM} - {kill["pid"]}
-    way: dict[str, float] = {}
-    for mark in marks:
-        if mark["pid"] in pids and mark["what"] in ("imported", "connected", "restored"):
-            way |= {"started": mark["started"] - kill["at"]} if "started" in mark else {}
-            way[mark["what"]] = mark["at"] - kill["at"]
-    return way
 
 
 def summary(system: str, rounds: Sequence[dict[str, Any]], undisturbed: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,37 +121,7 @@ def summary(system: str, rounds: Sequence[dict[str, Any]], undisturbed: Mapping[
         about[name] = statistics.median(values) if len(values) == len(done) else None
     about["lost_max_s"] = max(measured["lost_s"] for measured in done)
     about["same_bits"] = about["exact"] == len(rounds)
-    ways = [measured["replacement_s"] for measured in done]
-    about["replacement_s"] = {
-        name: statistics.median(way[name] for way in ways)
-        for name in ("started", "imported", "connected", "restored")
-        if all(name in way for way in ways)
-    }
     return about
-
-
-FLOOR_S = 0.01
-_COLOURS = {True: "#0969da", False: "#57606a"}
-"""Colours of swift (True) and of all others."""
-
-
-def draw_kills(document: Mapping[str, Any]) -> str:
-    """Draws the document that `--json` writes as SVG: a row for each system that continued, a dot for each kill, a bar
-    at the median."""
-    cases = [case for case in document["cases"] if "lost_s" in case]
-    figure, axes = drawing.new(7, 1.5 + 0.3 * len(cases), "Time that a kill costs")
-    for row, case in enumerate(cases):
-        colour = _COLOURS[bool(SYSTEMS[case["system"]].strategy)]
-        lost = [max(each["lost_s"], FLOOR_S) for each in case["rounds"] if "lost_s" in each]
-        axes.scatter(lost, [row] * len(lost), color=colour, alpha=0.45, linewidths=0)
-        axes.plot([max(case["lost_s"], FLOOR_S)], [row], color=colour, marker="|", markersize=16, mew=3)
-    axes.set_yticks(range(len(cases)), [SYSTEMS[case["system"]].words for case in cases])
-    axes.invert_yaxis()
-    axes.grid(visible=False, axis="y")
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(lambda seconds, _: f"{seconds:g} s")
-    axes.set_xlabel(f"a dot for each of {document['settings']['kills']} kills, a bar at the median")
-    return drawing.svg(figure)
 
 
 GOAL_TORCHRUN = 10.0
@@ -203,17 +160,8 @@ def text(cases: Sequence[Mapping[str, Any]], goals: Sequence[Mapping[str, Any]])
         *table([HEAD, *(row(case, base) for case in done)]),
         *(f"{SYSTEMS[case['system']].words}: {case.get('missing') or case.get('failed')}" for case in others),
         "",
-        "the process in the victim's place, from the kill",
-        *map(way, done),
-        "",
         *map(goal, goals),
     ]
-
-
-def way(case: Mapping[str, Any]) -> str:
-    """Formats the milestones of the replacement process as a line of text."""
-    words = [f"{name} {seconds:+.2f} s" for name, seconds in case["replacement_s"].items()]
-    return f"{SYSTEMS[case['system']].words:<30}{', '.join(words) or '-'}"
 
 
 def goals(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -1,12 +1,11 @@
 """The trainer of `swift-ft bench recovery` for swift: two replicas of a whole model."""
 
 import swift_ft
-from swift_ft.lab.bench.peers.trial import REPLICAS, Trial, make_model, make_optimizer, started_at
+from swift_ft.lab.bench.peers.trial import REPLICAS, Trial, make_model, make_optimizer
 
 
 def main() -> None:
     trial = Trial.given()
-    trial.mark("imported", started=started_at())
     session = swift_ft.Session.from_env(
         replicas=REPLICAS,
         checkpoint_every=trial.every,

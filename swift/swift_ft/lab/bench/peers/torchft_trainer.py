@@ -15,12 +15,11 @@ from torchft import Manager, ProcessGroupGloo
 from torchft.manager import WorldSizeMode
 from torchft.optim import OptimizerWrapper
 
-from swift_ft.lab.bench.peers.trial import REPLICAS, SURVIVOR, Trial, make_model, make_optimizer, started_at
+from swift_ft.lab.bench.peers.trial import REPLICAS, SURVIVOR, Trial, make_model, make_optimizer
 
 
 def main() -> None:
     trial = Trial.given()
-    trial.mark("imported", started=started_at())
     replica, least = int(os.environ["REPLICA_GROUP_ID"]), int(trial.settings["least"])
     timeout_s, spares = float(trial.settings.get("timeout_s", 10.0)), int(trial.settings.get("spares", 0))
     place: int | None = replica if replica < REPLICAS else None
@@ -33,7 +32,6 @@ def main() -> None:
     def load_state_dict(state: dict[str, Any]) -> None:
         model.load_state_dict(state["model"])
         plain.load_state_dict(state["optimizer"])
-        trial.mark("restored", place)
 
     manager = Manager(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=timeout_s / 2)),

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.parallel import DistributedDataParallel
 
-from swift_ft.lab.bench.peers.trial import Trial, make_model, make_optimizer, started_at
+from swift_ft.lab.bench.peers.trial import Trial, make_model, make_optimizer
 
 
 class Training(Stateful):
@@ -36,7 +36,6 @@ def train(trial: Trial, rank: int, training: Training, save_to: Callable[[Path],
     newest = trial.newest_checkpoint()
     if newest is not None:
         load({"training": training}, checkpoint_id=newest)
-    trial.mark("restored", rank)
     while training.step < trial.steps:
         step = training.step
         training.optimizer.zero_grad()
@@ -58,7 +57,6 @@ def train(trial: Trial, rank: int, training: Training, save_to: Callable[[Path],
 
 def main() -> None:
     trial = Trial.given()
-    trial.mark("imported", started=started_at())
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     trial.mark("connected", rank)

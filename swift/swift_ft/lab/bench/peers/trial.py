@@ -1,6 +1,6 @@
 """Shared by the trainers of `swift-ft bench recovery`: the model, the batches, the kill, and the marks of a run.
 
-(every replica) ``mark("imported")`` → ``mark("connected")`` → for each step ``loss`` → backward → update, with a
+(every replica) ``mark("connected")`` → for each step ``loss`` → backward → update, with a
 ``maybe_die`` after each → ``mark("stepped")`` → … → ``end``; ``mark("broken")`` where a step is cut short
 """
 
@@ -100,10 +100,3 @@ class Trial:
     def end(self, replica: int, model: nn.Module) -> None:
         """Makes the last mark: a digest of the weights' bits, and the peak memory of the process."""
         self.mark("ended", replica, digest=marks.digest_of(model), peak_mib=marks.peak_mib())
-
-
-def started_at() -> float:
-    """Returns when this process was started, by time.monotonic."""
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    return time.monotonic() - age_s
