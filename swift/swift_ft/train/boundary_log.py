@@ -38,66 +38,6 @@ from swift_ft.train.profiling import WEIGHTS, StepProfile
 from swift_ft.train.step_digests import Witness
 from swift_ft.train.transcript import INPUT, LOSS, RESULT, SENT, TARGET
 
-# Time spent in a replay, by cause: what each rank waited for, and which cause set the pace. No torch.
-#
-# log        waiting for records from the log
-# neighbour  waiting for records that a neighbouring stage, which replays as well, has yet to write
-# line       passing weights down and gradients up the line, including waits for its other ranks
-# compute    forwards and backwards; for the owner also the rest of its steps, for which the helpers wait
-
-LOG, NEIGHBOUR, LINE, COMPUTE = "log", "neighbour", "line", "compute"
-BOTTLENECKS = (COMPUTE, LOG, NEIGHBOUR, LINE)
-
-
-class ReplayClock:
-    """Seconds of one rank's trainer thread, by what it did or waited for (`BOTTLENECKS`)."""
-
-    def __init__(self) -> None:
-        self.seconds = dict.fromkeys(BOTTLENECKS, 0.0)
-
-    @contextmanager
-    def line(self) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[LINE] += time.perf_counter() - began
-
-    def computed(self, seconds: float) -> None:
-        self.seconds[COMPUTE] += seconds
-
-    def read(self, waited_s: float, *, replayed_too: bool) -> None:
-        """Adds the wait for one record. `replayed_too`: its writer replays that step at the same time."""
-        self.seconds[NEIGHBOUR if replayed_too else LOG] += waited_s
-
-    def told(self) -> dict[str, float]:
-        return {name: round(seconds, 6) for name, seconds in self.seconds.items()}
-
-
-def split(
-    seconds: float, owner: Mapping[str, float], helpers: Mapping[int, Mapping[str, float]]
-) -> dict[str, float]:
-    """Splits the `seconds` of a replay by what set the pace.
-
-    The line waits for its busiest rank, the one with the most seconds of compute and log waits. Its seconds of both
-    count, plus the owner's unmeasured time as compute. The remainder is the line's: even the busiest rank waited then.
-    """
-    rest = max(0.0, seconds - sum(owner.values()))
-    busiest = max([owner, *helpers.values()], key=lambda seconds_of: seconds_of[COMPUTE] + seconds_of[LOG])
-    seconds_of = {
-        COMPUTE: busiest[COMPUTE] + rest,
-        LOG: busiest[LOG],
-        NEIGHBOUR: owner[NEIGHBOUR],
-    }
-    seconds_of[LINE] = max(0.0, seconds - sum(seconds_of.values()))
-    return {name: round(seconds_of[name], 6) for name in BOTTLENECKS}
-
-
-def bottleneck(shares: Mapping[str, float]) -> str:
-    """Returns the cause with the largest share; the first in `BOTTLENECKS` if several are equal."""
-    return max(BOTTLENECKS, key=lambda name: shares[name])
-
-
 # Copying tensors from the training path into the log's queue. The channel selects the tensors, a capture copies them:
 #
 #     HostCapture     CPU: lends the tensor to the ring's copier, which reads it while the trainer goes on
@@ -536,7 +476,6 @@ class Channel:
         self.giving_only: Callable[[], AbstractContextManager[None]] = nullcontext
         """(a rehearsal) Context for a collective whose result is read from the log."""
         self.profile = StepProfile()
-        self.clock = ReplayClock()
         """(replay) Time of the trainer's thread."""
         self._replayed_too: Mapping[int, int] = {}
 
@@ -640,7 +579,6 @@ class Channel:
         self._collective_sources = collective_sources
         self.records_read = 0
         self.microbatches_replayed = 0
-        self.clock = ReplayClock()
 
     def end_replay(self) -> None:
         self._reader = None
@@ -668,7 +606,6 @@ class Channel:
         other._witness = None  # the witness covers this rank's own stages only
         other._cursors = {}
         other._to_record = deque()
-        other.clock = ReplayClock()
         other.shapes = self.shapes.for_helper()
         other.randomness = copy.copy(self.randomness)
         other.profile = StepProfile()
@@ -721,10 +658,8 @@ class Channel:
             raise ReplayRefused(f"{stream} has no record {key} and nobody wrote it: {error}") from None
         finally:
             self._check()  # a wait that was cancelled ends as Interrupted, whatever the cursor raised
-        waited_s = time.perf_counter() - began
-        self.clock.read(waited_s, replayed_too=replayed_too)
         if not replayed_too:
-            self.profile.read(record.body.nbytes, waited_s)
+            self.profile.read(record.body.nbytes, time.perf_counter() - began)
         self.records_read += 1
         return record
 
@@ -801,10 +736,8 @@ class Channel:
         """Returns a context that measures what a stage computes for one microbatch."""
         self.launched()  # the latest: what is computed may change what was sent
         self._in_microbatch = microbatch
-        began = time.perf_counter()
         with self.profile.computing(stage, direction):
             yield
-        self.clock.computed(time.perf_counter() - began)
 
     def computed(self, direction: str, microbatch: int) -> None:
         """(after a forward, a backward, or a separate weight-gradient part of a microbatch) Injects a fault if due."""

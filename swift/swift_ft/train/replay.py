@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 
@@ -36,7 +36,7 @@ from swift_ft.log.record import KINDS, RecordKey, Steps, collectives, declared, 
 from swift_ft.log.sidecar_client import SidecarWriter
 from swift_ft.planner import Help, Plan
 from swift_ft.rpc.codec import PublishedPlan
-from swift_ft.train.boundary_log import Channel, bottleneck, split
+from swift_ft.train.boundary_log import Channel
 from swift_ft.train.coordinator_session import Member
 from swift_ft.train.log_session import FLUSH_TIMEOUT_S, log_totals
 from swift_ft.train.replay_helper import Helper, MakeModule
@@ -611,7 +611,7 @@ class Restorer:
             verified=after["verified"] - before["verified"] + helped.verified,
             shared_steps=helped.steps,
             filled=after["records"] - before["records"],
-            **self._where_time_went(seconds, helped),
+            seconds=seconds,
         )
 
     def _bounded(self, generation: int) -> Standstill:
@@ -623,17 +623,6 @@ class Restorer:
             ),
             lambda: self._member.noticed,
         )
-
-    def _where_time_went(self, seconds: float, helped: Helped) -> dict[str, Any]:
-        own = self._channel.clock.told()
-        shares = split(seconds, own, helped.seconds)
-        return {
-            "seconds": seconds,
-            "bottleneck": bottleneck(shares),
-            "split": shares,
-            "waits": {str(rank): spent for rank, spent in {self._rank: own, **helped.seconds}.items()},
-            "log_wait_s": own["log"],
-        }
 
     def _streams_read(self, plan: Plan) -> list[str]:
         boundaries = [stream for stage in self._state.stages for stream in stage.streams_read()]

@@ -329,9 +329,8 @@ class _Work:
         return False
 
     def _next(self, owner: int) -> dict[str, Any] | None:
-        with self._channel.clock.line():
-            note, _ = self._post.read(owner)
-            self._post.wait_sent()
+        note, _ = self._post.read(owner)
+        self._post.wait_sent()
         told: dict[str, Any] | None = note
         return told
 
@@ -348,12 +347,12 @@ class _Work:
         for stage in self._stages:
             stage.begin_step()
         tensors = [tensor for _, tensor in parameters_and_buffers(self._module)]
-        with torch.no_grad(), self._channel.clock.line():
+        with torch.no_grad():
             self._line.pass_down(tensors)
         buffers = [(buffer, buffer.detach().clone()) for buffer in self._module.buffers()]
         losses, addends = self._compute(note)
         strides = first_strides(addends)
-        with torch.no_grad(), self._channel.clock.line():
+        with torch.no_grad():
             self._line.pass_up(list(self._module.parameters()), addends)
         check_buffers(buffers)
         self._tell(owner, losses, strides)
@@ -410,7 +409,6 @@ class _Work:
             "records": self._channel.records_read - self._told,
             "microbatches": len(self._own) * len(self._stages),
             "strides": strides,
-            "seconds": self._channel.clock.told(),
         }
         self._verified, self._told = self._checked.verified, self._channel.records_read
         self._post.note(owner, told, [*losses.values(), *(tensor for _, _, tensor in lacking)])
@@ -422,7 +420,6 @@ class _Work:
             "microbatches": self._channel.microbatches_replayed,
             "verified": self._checked.verified,
             "records": self._channel.records_read,
-            "log_wait_s": self._channel.clock.seconds["log"],
         }
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ A step that helpers could not compute as this rank would is detected before it i
 import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -212,8 +212,6 @@ class Helped:
     """Sends that were compared with the log."""
     records: int = 0
     """Records read from the log."""
-    seconds: dict[int, dict[str, float]] = field(default_factory=dict)
-    """Helper -> its seconds by cause (`swift_ft.train.boundary_log.ReplayClock`)."""
 
 
 class Owner:
@@ -369,7 +367,7 @@ class Owner:
         }
         for helper in self._helpers:
             self._post.note(helper, note)
-        with torch.no_grad(), self._channel.clock.line():
+        with torch.no_grad():
             self._line.pass_down([tensor for _, tensor in parameters_and_buffers(self._module)])
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in self._module.buffers()]
         parameters = list(self._module.parameters())
@@ -409,21 +407,17 @@ class Owner:
         parameters = list(self._module.parameters())
         own = gradients.taken()
         strides = first_strides(own)
-        with torch.no_grad(), self._channel.clock.line():
+        with torch.no_grad():
             sums = line.pass_up(parameters, own)
         told = [self._told(helper) for helper in self._helpers]
-        with self._channel.clock.line():
-            self._post.wait_sent()
+        self._post.wait_sent()
         check_buffers(self._buffers)
         for parameter, total, *candidates in zip(parameters, sums, *told, strides, strict=True):
             first = next((strides_of for strides_of in candidates if strides_of is not None), None)
             parameter.grad = None if total is None or first is None else laid_out(total, first)
 
     def _told(self, helper: int) -> Strides:
-        with self._channel.clock.line():
-            told, payload = self._post.read(helper)
-        self.helped.seconds[helper] = told["seconds"]
-        return self._take(told, payload)
+        return self._take(*self._post.read(helper))
 
     def _take(self, told: dict[str, Any], payload: torch.Tensor) -> Strides:
         """Takes over a helper's losses and the records that the log lacked. Returns its gradients' strides. Raises

@@ -1,49 +1,20 @@
-"""Replays in the report: what set their pace, what an interruption cost."""
+"""Replays in the report: how long they took, what an interruption cost."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from swift_ft.lab.drill import replay_report, timeline
-from swift_ft.lab.drill.facts import Evidence
 from tests.unit.drill.evidence import CHECKPOINT, KILL_STEP, NEW_PID, Trace, good, kept
 
-SPLIT = {"compute": 0.2, "log": 0.05, "neighbour": 0.0, "line": 0.05}
 STEPS_REPLAYED = KILL_STEP - CHECKPOINT
 
 
-def told(seconds: float = 0.3, bottleneck: str = "compute") -> dict[str, Any]:
-    waits = {"2": {"compute": 0.2, "log": 0.05, "line": 0.05, "neighbour": 0.0}}
-    return {"seconds": seconds, "bottleneck": bottleneck, "split": SPLIT, "waits": waits}
-
-
-def with_replay(**fields: Any) -> Any:
-    """The evidence of a run that went well, its replay saying more."""
+def test_how_long_it_took() -> None:
     evidence = good()
-    events = [{**e, **fields} if e["event"] == "replay_end" else e for e in evidence.events]
-    return replace(evidence, events=events)
-
-
-def shown(evidence: Evidence) -> dict[str, Any]:
-    (recovery,) = timeline.recoveries(evidence.events)
-    (replay,) = replay_report.replays(recovery)
-    return replay
-
-
-def test_what_set_the_pace() -> None:
-    one = shown(with_replay(**told()))
-    assert (one["rank"], one["steps"], one["bottleneck"], one["split"]) == (
-        2,
-        STEPS_REPLAYED,
-        "compute",
-        SPLIT,
-    )
-    assert replay_report.paced_by(one) == (
-        "rank 2: computing (0.20 s computing, 0.05 s the log, 0.05 s the line of 0.30 s)"
-    )
-    slow = shown(with_replay(**told(bottleneck="log")))
-    assert replay_report.paced_by(slow).startswith("rank 2: the log (")
+    events = [{**e, "seconds": 0.3} if e["event"] == "replay_end" else e for e in evidence.events]
+    (recovery,) = timeline.recoveries(events)
+    assert replay_report.replays(recovery) == [{"rank": 2, "steps": STEPS_REPLAYED, "seconds": 0.3}]
 
 
 def interrupted(again: bool = False, kept_steps: int = 2) -> Trace:
@@ -73,7 +44,7 @@ def interrupted(again: bool = False, kept_steps: int = 2) -> Trace:
         trace.rank(2, "step_begin", 0.05, step=step, replay=True)
         trace.rank(2, "step_end", 0.1, step=step, replay=True)
     trace.rank(
-        2, "replay_end", generation=3, steps=1, records=1, microbatches=4, verified=1, filled=0, **told()
+        2, "replay_end", generation=3, steps=1, records=1, microbatches=4, verified=1, filled=0, seconds=0.3
     )
     trace.state("RUNNING", 3, 0.1)
     trace.end(KILL_STEP)

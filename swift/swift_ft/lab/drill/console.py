@@ -115,8 +115,8 @@ _WORDS = {
     "help_declined": "rank {rank} does not help rank {owner}: {reason}",
     "helped": "rank {rank} has helped rank {owner}: {microbatches} microbatches",
     "replay_progress": "rank {rank} replays, at version {version}; left: {steps_left} steps, {left}",
-    "replay_end": "rank {rank} replayed {steps} steps: {records} records read, {verified} sends verified, {filled} "
-    "filled; {waited} for the log; paced by {bottleneck}",
+    "replay_end": "rank {rank} replayed {steps} steps in {took}: {records} records read, {verified} sends verified, "
+    "{filled} filled",
     "roll_forward": "finishes the step that was under way",
     "undone": "rank {rank} took {buckets} buckets back ({mode})",
     "replica_received": "rank {rank} has {megabytes} MB of state from rank {source}",
@@ -137,7 +137,7 @@ def describe(event: Mapping[str, Any]) -> str:
         "process": "warm spare" if event.get("warm") else "new process",
         "names": ", ".join(map(str, event.get("helpers") or ())) or "nobody",
         "left": seconds(event.get("seconds_left")),
-        "waited": seconds(event.get("log_wait_s", 0.0)),
+        "took": seconds(event.get("seconds")),
         "megabytes": f"{(event.get('bytes') or 0) / 1e6:.1f}",
         "source": ", ".join(str(source["rank"]) for source in event.get("sources") or ()) or "?",
     }
@@ -225,7 +225,6 @@ def fact_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("recovered by", [", ".join(f"stage {stage} {name}" for stage, name in result["strategy"].items())]),
         ("copied", [f"{copied} ({_megabytes(result['bytes_copied'])})"] if copied else []),
         ("replayed by", of_recoveries("shared_replays", replay_report.words)),
-        ("paced by", of_recoveries("replays", replay_report.paced_by)),
         ("interrupted", of_recoveries("interruptions", replay_report.cut_short)),
         ("taken back", [_undone(undo)] if undo["mode"] else []),
         (

@@ -1,4 +1,4 @@
-"""The report's part on replays: what limited them, who helped, and what an interruption cost. Pure."""
+"""The report's part on replays: who helped, and what an interruption cost. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -62,13 +62,10 @@ def words(shared: Mapping[str, Any]) -> str:
     return f"rank {shared['rank']} and {names} ({shares} microbatches of a step): {shared['steps']} steps"
 
 
-_WORDS = {"compute": "computing", "log": "the log", "neighbour": "a stage beside it", "line": "the line"}
-
-
 def replays(recovery: Recovery) -> list[dict[str, Any]]:
-    """Returns for each finished replay where its time went."""
-    told = ("rank", "steps", "seconds", "bottleneck", "split", "waits")
-    return [{name: end[name] for name in told} for end in recovery.made("replay_end") if "split" in end]
+    """Returns for each finished replay how long it took."""
+    ends = recovery.made("replay_end")
+    return [{name: end[name] for name in ("rank", "steps", "seconds")} for end in ends if "seconds" in end]
 
 
 def interruptions(recovery: Recovery) -> list[dict[str, Any]]:
@@ -107,14 +104,6 @@ def replay_checks(shown: Sequence[Mapping[str, Any]]) -> list[Check]:
     cut = [interruption for recovery in shown for interruption in recovery["interruptions"]]
     again = sum(interruption["steps_again"] for interruption in cut)
     return [Check("no replayed step was done twice", again == 0, f"{again} steps were")] if cut else []
-
-
-def paced_by(replay: Mapping[str, Any]) -> str:
-    """Returns which resource limited a replay, as text."""
-    spent = replay["split"]
-    rest = ", ".join(f"{spent[name]:.2f} s {_WORDS[name]}" for name in _WORDS if spent[name] >= 0.005)
-    pace = f"{_WORDS[replay['bottleneck']]} ({rest or 'no time at all'} of {replay['seconds']:.2f} s)"
-    return f"rank {replay['rank']}: {pace}"
 
 
 def cut_short(interruption: Mapping[str, Any]) -> str:
