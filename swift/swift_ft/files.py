@@ -1,7 +1,7 @@
 """Safe opening of files that others may have replaced, and creation of files that only their owner can read.
 
 Files of swift have mode 0600, in directories of mode 0700, whatever the umask is: logs, checkpoints, traces, evidence,
-output of ranks. There are two exceptions. A command's requested result (``--json``, ``--svg``, a trace in CSV) has the
+output of ranks. There are two exceptions. A command's requested result (``--json``, a page, a trace in CSV) has the
 mode that the umask gives. Addresses, certificates and public keys have 0644.
 """
 

@@ -84,7 +84,6 @@ def test_refuses(given_: str, word: str) -> None:
     ("content", "word"),
     [
         (b"rank=1,step=1\nkind=burn,rank=1,step=2\n", "unknown kind 'burn'"),
-        (b'[{"node_id": "a"}]', "convert it with swift-ft failures convert"),
         (b"{}", "not the failures.json of a run"),
         (b'{"schedule": [3]}', "not the failures.json of a run"),
         (b'{"schedule": 3}', "not the failures.json of a run"),
