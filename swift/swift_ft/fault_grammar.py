@@ -251,13 +251,13 @@ class Fields:
         if len(spec) > SPEC_MAX:
             raise UsageError(f"{flag} {spec[:40]!r}...: a failure has at most {SPEC_MAX} characters")
         self.spec = spec
-        self._said = f"{flag} {spec!r}"
+        self._said = f"{flag} {spec!r}" if len(spec) <= 300 else f"{flag} {spec[:300]!r}..."
         self._fields: dict[str, str] = {}
         for part in spec.split(","):
             key, equals, value = part.strip().partition("=")
             key, value = key.strip().lower(), value.strip()
             if not equals or not key or not value:
-                raise self.error(f"{part!r} is not key=value (such as rank=2,step=17)")
+                raise self.error(f"{part[:40]!r} is not key=value (such as rank=2,step=17)")
             if key in self._fields:
                 raise self.error(f"{key} is given twice")
             self._fields[key] = value
