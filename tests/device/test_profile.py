@@ -12,7 +12,7 @@ from tests.device.machine import BUSY_S, accelerator, here, hold, no_waits
 @pytest.mark.parametrize("slow", ["F", "B", "update"])
 def test_the_time_is_the_devices(slow: str) -> None:
     x = torch.ones(8, device=here())
-    profile = StepProfile(0)
+    profile = StepProfile()
     with contextlib.ExitStack() as later, no_waits():
         for number in range(WARM_STEPS + 1):
             last = number == WARM_STEPS
