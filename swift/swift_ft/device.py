@@ -92,6 +92,27 @@ class Accelerator:
             tensor.record_stream(self._copies)
         return self.mark(self._copies)
 
+    @functools.cached_property
+    def _incoming(self) -> torch.Stream:
+        return self.new_stream()
+
+    def copy_in(self, tensor: torch.Tensor, host: torch.Tensor, reusable: Event) -> None:
+        """Queues a copy of pinned memory into `tensor` on a stream of its own, and lets the current stream wait for it.
+        `reusable`: behind all earlier work that uses the tensor's memory. So the copy may overtake later work."""
+        self.hold(reusable, self._incoming)
+        with _current(self._incoming):
+            tensor.copy_(host, non_blocking=True)
+        tensor.record_stream(self._incoming)
+        self.hold(self.mark(self._incoming))
+
+    def constant(self, host: torch.Tensor) -> torch.Tensor:
+        """Returns a copy on the device that every stream may read at once. It is never given back."""
+        stream = self.new_stream()
+        with _current(stream):
+            copy = host.pin_memory().to(self.torch, non_blocking=True)
+        until_over(self.mark(stream))
+        return copy
+
     def owe(self, copied: Event) -> None:
         """Lets the next update wait for an event of `copy_all_out`."""
         self._owed = copied

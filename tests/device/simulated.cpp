@@ -627,6 +627,13 @@ void push_copy(Queue& queue, at::Tensor to, at::Tensor from) {
   queue.push([to, from]() mutable { to.copy_(from); });
 }
 
+// Whether a copy moves one run of bytes. CUDA makes others by way of memory of the host that is not pinned.
+bool one_run(const at::Tensor& from, const at::Tensor& to) {
+  bool contiguous = from.is_contiguous() && to.is_contiguous();
+  bool dense = from.strides() == to.strides() && from.is_non_overlapping_and_dense();
+  return from.scalar_type() == to.scalar_type() && from.sizes() == to.sizes() && (contiguous || dense);
+}
+
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   at::AutoDispatchBelowADInplaceOrView below;
   check_failure();
@@ -643,10 +650,10 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   }
   auto& host = from.is_privateuseone() ? to : from;
   auto& queue = current_queue(from.is_privateuseone() ? source : target);
-  bool out = from.is_privateuseone(), fit = is_pinned(host.data_ptr()), late = non_blocking && fit;
+  bool out = from.is_privateuseone(), fit = is_pinned(host.data_ptr()) && one_run(from, to), late = non_blocking && fit;
   if (!late)
     host_waits(std::string(non_blocking ? "non_blocking copy " : "copy ") + (out ? "to " : "from ") +
-               (fit ? "pinned memory" : "pageable memory"));
+               (fit ? "pinned memory" : "pageable memory, " + std::to_string(host.nbytes()) + " bytes"));
   if (out)
     push_copy(queue, to.detach(), engine_view(from));
   else  // torch, too, keeps pinned memory until a copy is through

@@ -67,7 +67,7 @@ _waits: Counter[tuple[str, str]] = Counter()
 _refusing = 0
 _HERE = str(Path(__file__))
 _ROOT = Path(__file__).parents[2]
-LINES = 4
+LINES = 8
 """How many are told of a wait: the innermost one is often a helper."""
 
 

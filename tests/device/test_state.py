@@ -8,16 +8,19 @@ import pytest
 import torch
 
 from swift_ft.comm.backend import REPLICA_CHUNK
-from swift_ft.device import accelerator_in_use, settle_copies
+from swift_ft.device import Accelerator, accelerator_in_use, accelerator_of, settle_copies
+from swift_ft.errors import ReplicaDiffers
 from swift_ft.log.record import Record, RecordKey
 from swift_ft.state.carried_gradients import WholeModule
 from swift_ft.state.checkpoint_file import Snapshot
 from swift_ft.state.checkpoint_store import CheckpointStore
-from swift_ft.state.tensors import byte_view, digest, fill, to_tensor
+from swift_ft.state.digests import digest_there, read, sums
+from swift_ft.state.tensors import byte_view, differ, digest, fill, in_place, to_tensor
 from swift_ft.state.transfer import Transfer, receive_state, send_state
 from swift_ft.state.tree import join
 from swift_ft.train.config import SessionConfig
-from tests.device.simulated import held, no_waits, waits
+from swift_ft.train.snapshots import SnapshotCopy
+from tests.device.simulated import engine_view, held, no_waits, waits
 from tests.unit.runtime.test_updates import HalvingReducer
 from tests.unit.runtime.wired import updates_of
 
@@ -179,15 +182,72 @@ def test_a_restored_state_goes_to_the_device_without_a_wait() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_record_goes_to_the_device_without_a_wait(dtype: str) -> None:
     wanted = torch.arange(6, dtype=getattr(torch, dtype)).view(2, 3)
-    body = memoryview(byte_view(wanted).tobytes())
-    key = RecordKey(0, 0, 0)
-    record = Record(key=key, dtype=dtype, shape=(2, 3), body=body, digest=b"", generation=1, sequence=0)
+    record = record_of(wanted)
     buffer = torch.zeros(2, 3, dtype=wanted.dtype, device=DEVICE)
     with held(), no_waits():
         fill(buffer, record, "a buffer")
         made_anew = to_tensor(record, buffer.device)
     assert torch.equal(buffer.cpu(), wanted)
     assert torch.equal(made_anew.cpu(), wanted)
+
+
+def record_of(wanted: torch.Tensor) -> Record:
+    return Record(
+        key=RecordKey(0, 0, 0),
+        dtype=str(wanted.dtype).removeprefix("torch."),
+        shape=tuple(wanted.shape),
+        body=memoryview(byte_view(wanted).tobytes()),
+        digest=b"",
+        generation=1,
+        sequence=0,
+    )
+
+
+def test_a_replay_copies_records_in_while_earlier_microbatches_compute() -> None:
+    buffer, wanted = torch.zeros(6, device=DEVICE), torch.arange(6.0)
+    device = accelerator_of(buffer.device)
+    reusable = device.mark()
+    accelerator.synchronize()
+    with held(), no_waits():
+        fill(buffer, record_of(wanted), "a buffer", reusable)
+        passed(device._incoming.record_event())
+        assert torch.equal(engine_view(buffer), wanted)
+
+
+def make_mistake(device: Accelerator, mistake: str) -> None:
+    if mistake:
+        device.hold = lambda *_: None  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("mistake", ["", "no wait"])
+def test_a_microbatch_waits_for_the_copy_of_its_record(mistake: str) -> None:
+    buffer, wanted = torch.zeros(6, device=DEVICE), torch.arange(6.0)
+    device = accelerator_of(buffer.device)
+    reusable = device.mark()
+    accelerator.synchronize()
+    make_mistake(device, mistake)
+    with held(device._incoming), no_waits():  # the copy engine is late
+        earlier = accelerator.current_stream().record_event()
+        fill(buffer, record_of(wanted), "a buffer", reusable)
+        result = buffer * 2
+        computed = accelerator.current_stream().record_event()
+        passed(computed if mistake else earlier)
+        assert computed.query() is bool(mistake)
+    assert torch.equal(result.cpu(), wanted * 2) is not bool(mistake)
+
+
+@pytest.mark.parametrize("mistake", ["", "no wait"])
+def test_a_replay_copies_no_record_into_memory_that_is_in_use(mistake: str) -> None:
+    buffer = torch.ones(6, device=DEVICE)
+    device = accelerator_of(buffer.device)
+    accelerator.synchronize()
+    make_mistake(device, mistake)
+    with held():
+        used = buffer * 2  # the step before
+        fill(buffer, record_of(torch.arange(6.0)), "a buffer", device.mark())
+        if mistake:
+            passed(device._incoming.record_event())
+    assert bool(used.cpu().eq(2).all()) is not bool(mistake)
 
 
 class Memory:
@@ -197,12 +257,11 @@ class Memory:
         self.sent: dict[int, torch.Tensor] = {}
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> "Memory":
-        assert tensors[0].device.type == "cpu"
         self.sent[tag] = tensors[0].clone()
         return self
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> "Memory":
-        assert tensors[0].device.type == "cpu"
+        assert tensors[0].device == self.sent[tag].device
         tensors[0].copy_(self.sent[tag])
         return self
 
@@ -211,7 +270,7 @@ class Memory:
 
 
 @pytest.mark.parametrize("into", ["nothing", "a state"])
-def test_a_replica_goes_through_pinned_memory_in_chunks(into: str) -> None:
+def test_a_replica_goes_from_device_to_device(into: str) -> None:
     state = made() | {"large": torch.arange(3e5).to(DEVICE)}
     there = {f"state.{name}": torch.zeros_like(tensor) for name, tensor in state.items() if name != "tied"}
     there["state.tied"] = there["state.weight"]
@@ -219,18 +278,76 @@ def test_a_replica_goes_through_pinned_memory_in_chunks(into: str) -> None:
     waits()
     wire, transfer = Memory(), Transfer(joiner=1, sources=(0,), version=7)
     sent = send_state(transfer, 0, state, lambda: None, wire=wire)
-    chunks = len([tag for tag in wire.sent if tag >= REPLICA_CHUNK])
-    assert chunks > 3
-    assert sum(waits().values()) <= chunks  # one for each, and no copy to pageable memory
-    destinations = there if into == "a state" else {}
-    with no_waits():
-        received = receive_state(transfer, 1, destinations, lambda: None, wire=wire)
+    chunks = [tensor for tag, tensor in wire.sent.items() if tag >= REPLICA_CHUNK]
+    assert len(chunks) > 3
+    assert sum(chunk.nbytes for chunk in chunks if chunk.device.type == "cpu") == state["step"].nbytes
+    assert sum(waits().values()) == 1  # for the digests
+    received = receive_state(transfer, 1, there if into == "a state" else {}, lambda: None, wire=wire)
+    assert sum(waits().values()) == 1
     assert received.digest == sent.digest
     for name, tensor in state.items():
         assert received.state[name].device == tensor.device
         assert torch.equal(received.state[name].cpu(), tensor.cpu())
-        if destinations and name != "holes":  # it has other strides there
+        if into == "a state" and name != "holes":  # it has other strides there
             assert received.state[name] is there[f"state.{name}"]
+
+
+def test_a_bit_that_is_lost_on_the_way_is_noticed() -> None:
+    state = {"large": torch.arange(3e5).to(DEVICE)}
+    wire, transfer = Memory(), Transfer(joiner=1, sources=(0,), version=7)
+    send_state(transfer, 0, state, lambda: None, wire=wire)
+    wire.sent[REPLICA_CHUNK + 2][77] ^= 1
+    with pytest.raises(ReplicaDiffers, match=r"received from rank 0 .* at state\.large"):
+        receive_state(transfer, 1, {}, lambda: None, wire=wire)
+
+
+def test_a_snapshot_that_is_passed_on_stays_in_host_memory() -> None:
+    state, wire, transfer = made(), Memory(), Transfer(joiner=1, sources=(0,), version=7)
+    before = accelerator.memory_allocated()
+    snapshot = Snapshot(state)
+    own = {"version": 7, "skeleton": snapshot.skeleton, "tensors": snapshot.named()}
+    with no_waits():
+        sent = send_state(transfer, 0, own, lambda: None, wire=wire)
+        received = receive_state(transfer, 1, {}, lambda: None, wire=wire)
+    kept = SnapshotCopy(state=received.state, digest=received.digest, bytes=received.bytes)
+    assert accelerator.memory_allocated() == before
+    assert kept.digest == sent.digest
+    again = kept.apart()
+    assert {name: tensor.device for name, tensor in again.items()} == {
+        name: tensor.device for name, tensor in state.items()
+    }
+    assert all(torch.equal(again[name].cpu(), tensor.cpu()) for name, tensor in state.items())
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "int8", "bool", "complex64"])
+def test_a_digest_is_the_same_on_every_device_and_one_copy_brings_it(dtype: str) -> None:
+    numbers = torch.arange(3 * 4096 + 5).to(getattr(torch, dtype))
+    tensors = [numbers, numbers[1:], numbers[:3], numbers[::2], numbers[:12].view(3, 4).T, numbers[:0]]
+    there = [tensor.to(DEVICE) for tensor in [numbers]]
+    there += [there[0][1:], there[0][:3], there[0][::2], there[0][:12].view(3, 4).T, there[0][:0]]
+    accelerator.synchronize()
+    waits()
+    with held(), no_waits():
+        found = [digest_there(tensor) for tensor in there]
+    waits()
+    told = read(found)
+    assert [what for what, _ in waits()] == ["Event.synchronize"]
+    assert told == [byte_view(sums(in_place(tensor))).tobytes() for tensor in tensors]
+
+
+def test_bits_are_compared_where_they_are() -> None:
+    one = torch.tensor([0.0, float("nan")], device=DEVICE)
+    other = one.clone()
+    negative = torch.tensor([-0.0, float("nan")], device=DEVICE)
+    accelerator.synchronize()
+    waits()
+    assert differ([(one, other), (one, negative), (one.cpu(), other.cpu()), (one, negative.cpu())]) == [
+        False,
+        True,
+        False,
+        True,
+    ]
+    assert not any("pageable" in what and not what.endswith(" 8 bytes") for what, _ in waits())
 
 
 def test_a_digest_waits_once_and_is_the_same_as_on_the_cpu() -> None:

@@ -249,13 +249,15 @@ def test_a_copy_of_pageable_memory_makes_the_host_wait() -> None:
     with pytest.raises(RuntimeError), no_waits():
         x.copy_(pageable, non_blocking=True)
     assert [what for what, _ in waits()] == [
-        "non_blocking copy to pageable memory",
-        "non_blocking copy from pageable memory",
+        f"non_blocking copy to pageable memory, {x.nbytes} bytes",
+        f"non_blocking copy from pageable memory, {x.nbytes} bytes",
     ]
     with no_waits():
         host = pinned()
         host.copy_(x, non_blocking=True)
         x.copy_(host, non_blocking=True)
+    with pytest.raises(RuntimeError), no_waits():  # more than one run of bytes
+        host[::2].copy_(x[::2], non_blocking=True)
     torch.get_device_module().pin(pageable.data_ptr(), pageable.nbytes)
     with no_waits():
         pageable.copy_(x, non_blocking=True)
@@ -266,7 +268,7 @@ def test_a_copy_of_pageable_memory_makes_the_host_wait() -> None:
 
 
 def test_pinned_memory_may_not_change_before_it_was_read() -> None:
-    x, host = numbers(), pinned(1)
+    x, host = numbers(), pinned(1.0)
     with held():
         x.copy_(host, non_blocking=True)
         host.fill_(2)
@@ -345,7 +347,10 @@ def test_tensors_of_the_host_are_refused() -> None:
     assert torch.equal(y.cpu(), torch.arange(float(N)) + 2)
     waits()
     assert x[torch.tensor([3])].cpu() == 3
-    assert [what for what, _ in waits()] == ["copy from pageable memory", "copy to pageable memory"]
+    assert [what for what, _ in waits()] == [
+        "copy from pageable memory, 8 bytes",
+        "copy to pageable memory, 4 bytes",
+    ]
 
 
 def test_results_have_their_form_before_they_are_there() -> None:

@@ -17,11 +17,12 @@ pytestmark = pytest.mark.skipif(
 )
 
 TRAINER = "tests.integration.trainers.on_device"
-STEPS, LEARNT = 7, 4
-"""In its first steps a session learns what a step changes, which waits; at the end of the last one it writes."""
+STEPS, LEARNT, EVERY = 8, 4, 6
+"""In its first steps a session learns what a step changes, which waits; at the end of the last one it writes. Every
+sixth step ends with a checkpoint."""
 
 SETTLE = "the step's one wait"
-BATCH, LOSS = "the trainer's own: copy from pageable memory", "the trainer's own: item"
+BATCH, LOSS = "the trainer's own: copy from pageable memory, 512 bytes", "the trainer's own: item"
 
 STEP: dict[tuple[str, int, int, str], list[dict[str, int]]] = {
     ("after_backward", 1, 3, "staged"): [{SETTLE: 1, BATCH: 1}, {SETTLE: 1}, {SETTLE: 1, BATCH: 1, LOSS: 1}],
@@ -31,6 +32,9 @@ STEP: dict[tuple[str, int, int, str], list[dict[str, int]]] = {
     ("wait_free", 2, 2, "staged"): [{SETTLE: 1, BATCH: 2, LOSS: 1}] * 2,
 }
 """(updates, replicas, ranks, wire) -> for each rank, what waits in a step, and how often."""
+
+CHECKPOINT = {"digests of the state": 1}
+"""What a checkpoint adds: replicas are compared, and buffers that no checkpoint has unless a step has changed them."""
 
 REPLAYED = {SETTLE: 1}
 """An inner stage that replays a step. It would not have to wait: what it computes with comes from the log."""
@@ -51,6 +55,8 @@ def by_whom(what: str, where: str) -> str:
             return f"the trainer's own: {what}"
         case "Event.synchronize", "device.py", "device.py", *_:
             return SETTLE
+        case "Event.synchronize", *_ if "state/digests.py" in files:
+            return "digests of the state"
     return f"{what}: {where}"
 
 
@@ -76,17 +82,18 @@ def test_a_step_waits_once_for_its_device(
     updates: str, replicas: int, ranks: int, wire: str, forks: Forks, tmp_path: Path
 ) -> None:
     trainer = ["-m", TRAINER]
-    arguments = [updates, str(replicas), str(STEPS), str(tmp_path / "waits"), wire]
+    arguments = [updates, str(replicas), str(STEPS), str(EVERY), str(tmp_path / "waits"), wire]
     cluster = CalmCluster(forks, tmp_path, ranks=ranks, trainer=trainer, trainer_arguments=arguments)
     steps = run(cluster, tmp_path / "waits")
     assert any(tmp_path.glob("messages-*")) == (wire == "nccl")
     for rank, expected in enumerate(STEP[updates, replicas, ranks, wire]):
         later = [step.waits for step in steps if step.rank == rank and LEARNT <= step.number < STEPS - 1]
-        assert later == [expected] * (STEPS - 1 - LEARNT)
+        with_one = Counter(expected) + Counter(CHECKPOINT)
+        assert later == [with_one if number == EVERY - 1 else expected for number in range(LEARNT, STEPS - 1)]
 
 
 def test_what_a_replay_waits_for(tmp_path: Path) -> None:
-    arguments = ["after_backward", "1", str(STEPS), str(tmp_path / "waits"), "staged"]
+    arguments = ["after_backward", "1", str(STEPS), str(EVERY), str(tmp_path / "waits"), "staged"]
     fault = {"id": "f0", "rank": 1, "step": 5, "phase": "backward", "microbatch": 1}
     trainer, faults = ["-m", TRAINER], json.dumps([fault])
     cluster = ForkedCluster(

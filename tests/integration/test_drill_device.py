@@ -7,8 +7,10 @@ The programs get the device as torch loads those of other packages: by the entry
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +34,44 @@ SHAPE = ["--model", "tiny", "--steps", "8", "--microbatches", "4"]
 def drill(at: Path, *words: str, plugin: Path = PLUGIN) -> dict[str, Any]:
     simulated.library()  # the ranks find it compiled
     path = os.pathsep.join([str(plugin), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    (waits := at / "waits").mkdir(exist_ok=True)
+    environment = {
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+        "FAKE_NCCL": str(at),
+        "SIMULATED_WAITS": str(waits),
+    }
     command = [sys.executable, "-m", "swift_ft.cli", "drill", "--device", simulated.NAME, *SHAPE, *words]
     done = subprocess.run(
         [*command, "--json", str(at / "report.json")],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "FAKE_NCCL": str(at)},
+        env={**os.environ, **environment},
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     report: dict[str, Any] = json.loads((at / "report.json").read_text())
     assert (report["verdict"], report["exact"], report["bitwise_equal"]) == ("PASS", True, True)
     assert report["negative_control"]["caught"]
+    assert not pageable(waits)
     return report
+
+
+FEW_BYTES = 64
+
+
+def pageable(waits: Path) -> Counter[str]:
+    """What went by way of memory that is not pinned, with its lines: nothing of the state may. The drill's own trainer
+    brings batches so."""
+    lines = Counter(line for path in waits.iterdir() for line in path.read_text().splitlines())
+    assert lines, "the ranks have told nothing"
+    found = Counter[str]()
+    for line, count in lines.items():
+        what, where = line.split(" | ")
+        size = re.search(r"pageable memory, (\d+) bytes", what)
+        if size and int(size[1]) > FEW_BYTES and not where.startswith("swift/swift_ft/lab/"):
+            found[line] = count
+    return found
 
 
 REPLAYS = {
@@ -116,19 +143,19 @@ def test_over_communicators_whose_waits_do_not_make_the_host_wait(words: str, tm
     assert any(int(line.split()[1]) > PROBE_BYTES for line in sent)
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("words", "phase"),
     [
         ("--strategy checkpoint --checkpoint-every 3", "backward"),
-        ("--helpers 2 --stages 4", "backward"),
-        ("--replicas 2 --data-parallel ddp", "reduce"),
-        ("--replicas 2 --strategy shrink", "backward"),
-        ("--replicas 2 --strategy adaptive", "backward"),
-        ("--replicas 2 --strategy adaptive --staggered on", "backward"),
-        ("--replicas 2 --strategy snapshot", "backward"),
-        ("--replicas 2 --strategy rollback", "backward"),
-        ("--replicas 2 --strategy reinit", "backward"),
+        ("--strategy snapshot", "backward"),
+        pytest.param("--helpers 2 --stages 4", "backward", marks=MATRIX),
+        pytest.param("--replicas 2 --data-parallel ddp", "reduce", marks=MATRIX),
+        pytest.param("--replicas 2 --strategy shrink", "backward", marks=MATRIX),
+        pytest.param("--replicas 2 --strategy adaptive", "backward", marks=MATRIX),
+        pytest.param("--replicas 2 --strategy adaptive --staggered on", "backward", marks=MATRIX),
+        pytest.param("--replicas 2 --strategy snapshot", "backward", marks=MATRIX),
+        pytest.param("--replicas 2 --strategy rollback", "backward", marks=MATRIX),
+        pytest.param("--replicas 2 --strategy reinit", "backward", marks=MATRIX),
     ],
 )
 def test_each_strategy(words: str, phase: str, tmp_path: Path) -> None:

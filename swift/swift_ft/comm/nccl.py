@@ -3,10 +3,11 @@
 A `Communicator` carries messages from one process to another one, in order, without tags: a message is a kernel in a
 stream of the communicator's, and holds that stream until the peer has its half of it. From that follows:
 
-- There is one communicator for each pair of members, direction and *lane*. A lane is the messages of torch's schedules,
-  or the collectives of one group: in each the order of a pair's messages is the same on both sides. Two messages that
-  both sides begin with their sends do not stand in one stream. All other messages (those that are told apart by tags,
-  those of groups of some of the members, those between members that are far apart) go by way of gloo (`staging`).
+- There is one communicator for each pair of members, direction and *lane*. A lane is the messages of torch's schedules
+  and the chunks of a replica's state, or the collectives of one group: in each the order of a pair's messages is the
+  same on both sides. Two messages that both sides begin with their sends do not stand in one stream. All other messages
+  (those that are told apart by tags, those of groups of some of the members, those between members that are far apart)
+  go by way of gloo (`staging`).
 - Communicators are connected while a generation is built, by a runner that can be left behind, for the device that is
   then in use: so that is to be set up before the session begins. Two ranks of one device have none.
 - No wait of the host's raises when a peer is lost. The stream stands still until the watcher aborts all communicators
@@ -30,7 +31,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from swift_ft import torch_private
 from swift_ft.comm import NCCL_ENVIRONMENT
-from swift_ft.comm.backend import COLLECTIVES, GROUPS, first_tag
+from swift_ft.comm.backend import COLLECTIVES, GROUPS, NOTE, REPLICA_CHUNK, first_tag
 from swift_ft.comm.gloo import GlooBackend, GlooConnections, GlooFabric, Sockets
 from swift_ft.comm.message_collectives import Message, MessageCircuit, SummingWire
 from swift_ft.comm.worker_thread import Broken
@@ -393,7 +394,8 @@ class _Wire:
         return tensor.device.type == "cpu" and self._staged.sum(tensor)
 
     def _pair(self, tensor: torch.Tensor, place: int, tag: int) -> _Pair | None:
-        if tensor.device.type == "cpu" or 0 < tag < COLLECTIVES:
+        in_order = tag == 0 or REPLICA_CHUNK <= tag < NOTE or tag >= COLLECTIVES
+        if tensor.device.type == "cpu" or not in_order:
             return None
         messages, collectives = self._lanes
         return (collectives if tag >= self._tags else messages).get(self._places[place])

@@ -9,6 +9,7 @@ loaders, rng         positions of data loaders; random numbers from a counter
 torch_settings       settings of torch that a trainer may change
 fsdp                 parameters and optimizer state that are DTensors
 tensors, tree        tensors as bytes; state dicts as named tensors and JSON
+digests              of tensors, computed where they are: in host memory or on a device
 checkpoint_file      one rank's state as an index and a file of tensors; checkpoint_store manages such files
 export               a whole job's state as a directory of torch.distributed.checkpoint, and back
 transfer             copies a replica's state to a joining rank

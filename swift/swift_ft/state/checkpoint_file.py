@@ -437,6 +437,11 @@ class Snapshot:
         return self.tensors | {name: self.tensors[first] for name, first in self.same.items()}
 
 
+def restored(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Returns the state of a `Snapshot` (its skeleton, its tensors by all names) in memory of its own."""
+    return join(skeleton, Snapshot(tensors).state())
+
+
 def _copied(tensor: torch.Tensor, room: torch.Tensor | None, filled: set[int]) -> torch.Tensor:
     """Returns a CPU copy with the same strides, in `room` if that fits. `filled`: addresses of rooms in use. It is
     needed because two names of one tensor in the older copy may be two tensors now."""
@@ -488,15 +493,6 @@ def _check(name: str, tensor: torch.Tensor) -> None:
         raise UsageError(f"the state at {name} holds a {kind} tensor; keep it as plain tensors")
     if str(tensor.dtype).removeprefix("torch.") not in DTYPES:
         raise UsageError(f"the state at {name} holds a tensor of {tensor.dtype}; keep it as another type")
-
-
-def digest_of(value: Any) -> str:
-    """Returns the digest of a value that `split` takes apart. Strides count."""
-    tensors, skeleton = split(value)
-    state = xxhash.xxh3_128(json.dumps(skeleton).encode())
-    for tensor in on_host(tensors).values():
-        state.update(elements(tensor.detach()))
-    return state.hexdigest()
 
 
 # --- writing ---

@@ -36,8 +36,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.files import open_regular, read_regular, sync_directory
-from swift_ft.state.checkpoint_file import digest_of
 from swift_ft.state.checkpoint_store import CheckpointStore
+from swift_ft.state.digests import digest_of
 from swift_ft.state.tree import join, split
 from swift_ft.text import listed, rank_of, version_of
 
@@ -290,8 +290,8 @@ def assemble(states: Sequence[State]) -> State:
     wholes = list(_wholes(states))
     stages: dict[str, State] = {}
     ranks: dict[str, State] = {str(rank): {"same": {}} for rank in range(len(states))}
-    digests: dict[tuple[str, ...], str] = {}
-    firsts: dict[tuple[str, str], int] = {}
+    digests: dict[tuple[str, ...], bytes] = {}
+    firsts: dict[tuple[str, bytes], int] = {}
     for rank, state in enumerate(wholes):
         own = ranks[str(rank)]
         for key, module in state.pop("stages").items():

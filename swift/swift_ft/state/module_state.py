@@ -19,9 +19,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from swift_ft import torch_private
 from swift_ft.errors import ServiceError, SwiftError, UsageError
-from swift_ft.state.checkpoint_file import digest_of
+from swift_ft.state.digests import digest_of, digests_of
 from swift_ft.state.optimizer_names import state_left_alone
-from swift_ft.state.tensors import same_bits
+from swift_ft.state.tensors import differ
 from swift_ft.state.transfer import local
 from swift_ft.state.tree import join, split
 
@@ -147,7 +147,7 @@ class _Place(NamedTuple):
 
 
 class _Value(NamedTuple):
-    digest: str
+    digest: bytes
     skeleton: Any
     tensors: dict[str, torch.Tensor] | None
     """None: too large to be kept."""
@@ -164,11 +164,17 @@ class ModuleState:
         self._modules: dict[str, torch.nn.Module] = {}
         self._begin: dict[str, _Value] = {}
         self._buffers: dict[str, set[str]] = {}
+        self.between_steps: Mapping[str, bytes] | None = None
+        """Digests of all values for the next `state`, if they are known: no step may have begun since."""
 
     def remember(self, modules: Mapping[str, torch.nn.Module]) -> None:
         """(before the first step, and before any state is loaded) Records the values with which a process begins."""
         self._modules = dict(modules)
-        self._begin = {path: _value(place.holder[place.name]) for path, place in self._places().items()}
+        begin = self.values()
+        self._begin = {
+            path: _Value(digest, *_kept(value))
+            for (path, value), digest in zip(begin.items(), digests_of([*begin.values()]), strict=True)
+        }
         self._buffers = {
             key: {name for name, _ in module.named_buffers(remove_duplicate=False)}
             for key, module in modules.items()
@@ -191,16 +197,28 @@ class ModuleState:
             for name, place in _places_of(module, weights)
         }
 
+    def values(self) -> dict[str, Any]:
+        """Returns all captured values by path, changed or not."""
+        return {path: place.holder[place.name] for path, place in self._places().items()}
+
+    def changed(self, digests: Mapping[str, bytes]) -> set[str]:
+        """Returns the paths whose values are not those of the begin. `digests`: of all values."""
+        return {
+            path
+            for path, digest in digests.items()
+            if path not in self._begin or digest != self._begin[path].digest
+        }
+
     def state(self) -> dict[str, Any]:
         """Returns ``values`` by path, ``gone`` paths, and by key the names of ``frozen`` parameters and of
         ``evaluating`` modules."""
-        values = {path: place.holder[place.name] for path, place in self._places().items()}
+        values = self.values()
+        known, self.between_steps = self.between_steps, None
+        if known is None:
+            known = dict(zip(values, digests_of([*values.values()]), strict=True))
+        changed = self.changed(known)
         return {
-            "values": {
-                path: value
-                for path, value in values.items()
-                if path not in self._begin or digest_of(value) != self._begin[path].digest
-            },
+            "values": {path: value for path, value in values.items() if path in changed},
             "gone": [path for path in self._begin if path not in values],
             "frozen": {
                 key: [name for name, p in module.named_parameters() if not p.requires_grad]
@@ -277,14 +295,14 @@ def _places_of(module: torch.nn.Module, weights: set[int]) -> Iterator[tuple[str
                 yield f"{prefix}{attribute}", _Place(vars(part), attribute)
 
 
-def _value(value: Any) -> _Value:
+def _kept(value: Any) -> tuple[Any, dict[str, torch.Tensor] | None]:
     tensors, skeleton = split(value)
     if sum(tensor.nbytes for tensor in tensors.values()) > _KEPT_BYTES:
-        return _Value(digest_of(value), skeleton, None)
+        return skeleton, None
     copies = {
         name: tensor.detach().clone(memory_format=torch.preserve_format) for name, tensor in tensors.items()
     }
-    return _Value(digest_of(value), json.loads(json.dumps(skeleton)), copies)
+    return json.loads(json.dumps(skeleton)), copies
 
 
 def _again(begun: _Value, path: str) -> Any:
@@ -299,7 +317,7 @@ def _same(one: Any, other: Any) -> bool:
     return (
         _unlaid(told) == _unlaid(as_told)
         and mine.keys() == theirs.keys()
-        and all(same_bits(tensor, theirs[name]) for name, tensor in mine.items())
+        and not any(differ([(tensor, theirs[name]) for name, tensor in mine.items()]))
     )
 
 
@@ -367,20 +385,24 @@ class _Copy:
         return large and self.looked is not None and self._look() == self.looked
 
     @property
+    def alike(self) -> bool:
+        """Returns whether it is a tensor of the form that it had: its bits decide whether it has changed."""
+        return isinstance(self.value, torch.Tensor) and (self.value.shape, self.value.dtype) == (
+            self.was.shape,
+            self.was.dtype,
+        )
+
+    @property
     def changed(self) -> bool:
-        if isinstance(self.value, np.ndarray):
-            return bool(self.value.tobytes() != self.was.tobytes())
-        alike = (self.value.shape, self.value.dtype) == (self.was.shape, self.was.dtype)
-        return not alike or not same_bits(self.value, self.was)
+        """Returns whether an array or a tensor of another form has changed."""
+        return isinstance(self.value, torch.Tensor) or bool(self.value.tobytes() != self.was.tobytes())
 
     def restore(self) -> None:
-        if not self.changed:
-            return
         if isinstance(self.value, np.ndarray):
             self.value[...] = self.was
             return
         with torch.no_grad():
-            if (self.value.shape, self.value.dtype) == (self.was.shape, self.was.dtype):
+            if self.alike:
                 self.value.detach().copy_(self.was)
             else:
                 self.value.data = self.was.clone()
@@ -403,8 +425,7 @@ class _Contents:
         return [*container, *container.values()] if isinstance(container, dict) else list(container)
 
     def restore(self) -> None:
-        if self.changed:
-            _filled(self.value, self.was)
+        _filled(self.value, self.was)
 
 
 class KeptModules:
@@ -502,11 +523,17 @@ class KeptModules:
 
     @property
     def changed(self) -> bool:
-        return any(kept.changed for kept in self._kept.values())
+        return bool(self._changed())
+
+    def _changed(self) -> list[_Holder | _Copy | _Contents]:
+        """Returns what has changed. Compares tensors where they are."""
+        tensors = [kept for kept in self._kept.values() if isinstance(kept, _Copy) and kept.alike]
+        differs = dict(zip(map(id, tensors), differ([(k.value, k.was) for k in tensors]), strict=True))
+        return [kept for kept in self._kept.values() if differs.get(id(kept), kept.changed)]
 
     def restore(self) -> None:
         """Restores everything to its value at `keep`."""
-        for kept in self._kept.values():
+        for kept in self._changed():
             kept.restore()
         for parameter, trained in self._flags:
             if parameter.requires_grad != trained:
@@ -665,14 +692,19 @@ def _form(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size]:
 def _difference(one: Any, other: Any) -> str:
     """Returns a path at which the two states differ, or ""."""
     (mine, words), (theirs, other_words) = split(one), split(other)
+    pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     for path, tensor in mine.items():
         again = theirs.get(path)
         if again is None:
             return path
-        if again is not tensor and not (
-            (again.dtype, again.shape) == (tensor.dtype, tensor.shape)
-            and local(again).stride() == local(tensor).stride()
-            and same_bits(local(again), local(tensor))
+        if again is tensor:
+            continue
+        if (again.dtype, again.shape, local(again).stride()) != (
+            tensor.dtype,
+            tensor.shape,
+            local(tensor).stride(),
         ):
             return path
-    return "" if words == other_words else "state"
+        pairs[path] = local(again), local(tensor)
+    found = next((path for path, other in zip(pairs, differ([*pairs.values()]), strict=True) if other), "")
+    return found or ("" if words == other_words else "state")

@@ -1,12 +1,13 @@
 """Tensors as bytes and back, bit for bit, for every dtype."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from swift_ft.device import Event, accelerator_of
 from swift_ft.errors import Divergence
 from swift_ft.log.record import Record
 from swift_ft.state.checkpoint_file import bytes_of, on_host
@@ -35,12 +36,39 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
     With its own memory it also has its own version counter, which shows changes in place.
     """
-    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return tensor if tensor.device.type == "cpu" else pinned_copy(tensor)
+
+
+def pinned_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy of a device's contiguous tensor in pinned memory. The host waits for it."""
+    device = accelerator_of(tensor.device)
+    host = device.pinned(tensor.numel(), tensor.dtype).view(tensor.shape)
+    host.copy_(tensor, non_blocking=True)
+    device.wait(device.mark())
+    return host
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Returns whether two tensors of one dtype and shape have the same bits: NaN equals itself, 0.0 is not -0.0."""
-    return torch.equal(as_bytes(one), as_bytes(other))
+    return not differ([(one, other)])[0]
+
+
+def differ(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[bool]:
+    """Returns whether the bits of each two tensors differ, which are of one dtype and shape. A device compares its own,
+    and the host waits once for all results."""
+    there = {
+        index: torch.ne(in_place(one), in_place(other)).any()
+        for index, (one, other) in enumerate(pairs)
+        if one.device == other.device and one.device.type != "cpu"
+    }
+    found = dict(
+        zip(there, pinned_copy(torch.stack([*there.values()])).tolist() if there else (), strict=True)
+    )
+    return [
+        found[index] if index in found else not torch.equal(as_bytes(one), as_bytes(other))
+        for index, (one, other) in enumerate(pairs)
+    ]
 
 
 def byte_view(tensor: torch.Tensor) -> "np.ndarray[Any, np.dtype[np.uint8]]":
@@ -72,14 +100,17 @@ def laid_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return value if value.stride() == laid.stride() else laid.copy_(value)
 
 
-def fill(tensor: torch.Tensor, record: Record, what: str) -> None:
-    """Copies a record's bytes into `tensor`. Raises Divergence if dtype or shape differ."""
+def fill(tensor: torch.Tensor, record: Record, what: str, reusable: Event | None = None) -> None:
+    """Copies a record's bytes into `tensor`. The host does not wait. `reusable`: `Accelerator.copy_in`; None: behind
+    all work of the current stream. Raises Divergence if dtype or shape differ."""
     if (record.dtype, tuple(record.shape)) != (dtype_name(tensor), tuple(tensor.shape)):
         raise Divergence(
             f"{what}: the log holds {record.dtype}{list(record.shape)}, "
             f"the stage expects {dtype_name(tensor)}{list(tensor.shape)}"
         )
-    if tensor.is_contiguous() and tensor.device.type == "cpu":
+    if reusable is not None:
+        accelerator_of(tensor.device).copy_in(tensor.detach(), _on_host(record, pinned=True), reusable)
+    elif tensor.is_contiguous() and tensor.device.type == "cpu":
         byte_view(tensor)[:] = np.frombuffer(record.body, dtype=np.uint8)
     else:
         with torch.no_grad():

@@ -7,15 +7,15 @@ and with the received bytes
 
 Every source sends the digests of the whole state although it sends only its share of the bytes. So replicas that have
 diverged are detected before the joiner resumes from a mixture of them. Bytes go from the source's tensors into the
-joiner's without an intermediate copy, with three exceptions. Small tensors are packed. A tensor whose memory is not one
-contiguous run of bytes goes through a contiguous copy. A device's bytes go through pinned memory, a chunk at a time; at
-the source while earlier chunks are sent.
+joiner's without an intermediate copy, with two exceptions. Small tensors are packed. A tensor whose memory is not one
+contiguous run of bytes goes through a contiguous copy. A device's bytes are sent from the device and received there: it
+is up to the wire how.
 
 The payload uses the backend's point-to-point operations. With chunks of 4 MiB and more, several in flight, they reach a
 raw TCP socket's speed while a core is free for each end (docs/benchmarks.md). A socket of our own, sent and
 digested by one thread, was slower then, and about a tenth faster with all cores busy, which does not justify another
-port to secure. Digests (XXH3, several times as fast as a socket) are computed between two waits, while the backend
-moves the chunks that are in flight.
+port to secure. Digests (XXH3 in host memory, several times as fast as a socket) are computed between two waits, while
+the backend moves the chunks that are in flight.
 
 Failures: a dead peer, or a group that a new-generation notification aborted, raises torch's RuntimeError; errors of
 `check` pass through. In both cases no operation remains that writes to memory.
@@ -28,7 +28,7 @@ import math
 import mmap
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -44,10 +44,12 @@ from swift_ft.comm.backend import (
     Pending,
     Wire,
 )
-from swift_ft.device import Accelerator, Event, accelerator_of
+from swift_ft.device import accelerator_in_use
 from swift_ft.errors import ReplayRefused, ReplicaDiffers, UsageError
 from swift_ft.log.memory import available_memory
-from swift_ft.state.tensors import as_bytes, byte_view, dtype_name, in_place, overlapping
+from swift_ft.state.digests import DIGEST_BYTES, Digest, digest_there, read
+from swift_ft.state.digests import digests as digests_of_tensors
+from swift_ft.state.tensors import differ, dtype_name, in_place, overlapping
 from swift_ft.state.tree import dtype_of, join, split, stride_told
 
 # The manifest, which describes a state to another replica, and the cutting of its bytes into chunks.
@@ -65,6 +67,8 @@ _REACH_MAX = 1 << 10
 _STRIDE_MAX = (1 << 63) - 1  # torch's
 # A state is cut so that every source has about this many chunks, within the two limits above.
 _CHUNKS_PER_SOURCE = 16
+# A large tensor is cut at multiples of this many bytes.
+_ALIGNED = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +76,7 @@ class TensorEntry:
     """One tensor. `shape` is that of the local shard; `placement` is empty if the tensor is not sharded.
 
     `same_as` is the path of the earlier tensor that has the same memory, or empty. `stride` is empty for contiguous
-    strides. The bytes are sent in the order of the indices in any case.
+    strides. The bytes are sent in the order of the indices in any case. `accelerator`: the tensor is on a device.
     """
 
     path: str
@@ -81,6 +85,7 @@ class TensorEntry:
     placement: str
     same_as: str
     stride: tuple[int, ...] = ()
+    accelerator: bool = False
 
     @property
     def bytes(self) -> int:
@@ -129,7 +134,8 @@ class Manifest:
 def _check_entries(entries: Sequence[TensorEntry]) -> None:
     known: dict[str, TensorEntry] = {}
     for entry in entries:
-        if not all(isinstance(v, str) for v in (entry.path, entry.dtype, entry.placement, entry.same_as)):
+        words = (entry.path, entry.dtype, entry.placement, entry.same_as)
+        if not (all(isinstance(word, str) for word in words) and isinstance(entry.accelerator, bool)):
             raise ValueError("an entry's fields have other types")
         if entry.path in known:
             raise ValueError(f"{entry.path} comes twice")
@@ -199,6 +205,7 @@ def entry_of(path: str, tensor: torch.Tensor, same_as: str = "") -> TensorEntry:
         placement=placement(tensor),
         same_as=same_as,
         stride=tuple(stride_told(local(tensor))),
+        accelerator=local(tensor).device.type != "cpu",
     )
 
 
@@ -262,7 +269,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The payload of one operation: a piece of a large tensor as it lies in memory, or several small tensors packed."""
+    """The payload of one operation: a piece of a large tensor as it lies in memory, or several small tensors packed,
+    which are all on a device or all on the host."""
 
     index: int
     source: int  # index into the transfer's sources
@@ -273,27 +281,27 @@ class Chunk:
         return sum(piece.end - piece.begin for piece in self.pieces)
 
 
-def plan_chunks(sizes: Sequence[int], sources: int) -> list[Chunk]:
-    """Cuts tensors of `sizes` bytes into chunks and assigns them to the sources in turn. Deterministic."""
-    limit = min(max(sum(sizes) // (sources * _CHUNKS_PER_SOURCE), CHUNK_BYTES_MIN), CHUNK_BYTES_MAX)
+def plan_chunks(entries: Sequence[TensorEntry], sources: int) -> list[Chunk]:
+    """Cuts tensors into chunks and assigns them to the sources in turn. Deterministic."""
+    sizes = [entry.bytes for entry in entries]
+    share = sum(sizes) // (sources * _CHUNKS_PER_SOURCE) // _ALIGNED * _ALIGNED
+    limit = min(max(share, CHUNK_BYTES_MIN), CHUNK_BYTES_MAX)
     chunks: list[tuple[Piece, ...]] = []
-    pack: list[Piece] = []
-    packed = 0
+    packs: dict[bool, list[Piece]] = {True: [], False: []}
     for tensor, size in enumerate(sizes):
         if size == 0:
             continue
         if size * 4 > limit:  # a copy into a pack would cost more than an operation of its own
             parts = -(-size // limit)
-            cuts = [size * part // parts for part in range(parts + 1)]
+            cuts = [*range(0, size, -(-size // parts // _ALIGNED) * _ALIGNED), size]
             chunks.extend((Piece(tensor, begin, end),) for begin, end in itertools.pairwise(cuts))
             continue
-        if packed + size > limit:
+        pack = packs[entries[tensor].accelerator]
+        if sum(piece.end for piece in pack) + size > limit:
             chunks.append(tuple(pack))
-            pack, packed = [], 0
+            pack.clear()
         pack.append(Piece(tensor, 0, size))
-        packed += size
-    if pack:
-        chunks.append(tuple(pack))
+    chunks.extend(tuple(pack) for pack in packs.values() if pack)
     return [Chunk(index, index % sources, pieces) for index, pieces in enumerate(chunks)]
 
 
@@ -362,8 +370,15 @@ class Destination:
             if entry.path in here and entry.path not in self._overlapping and not _laid_alike(entry, here):
                 del here[entry.path]  # replaced by a new tensor
         tied &= here.keys()
-        direct = {path for path in here if path not in self._overlapping and _is_bytes(here[path])}
-        _check_memory(entry.bytes for entry in self._entries if entry.path not in direct)
+        direct = {
+            entry.path
+            for entry in self._entries
+            if entry.path in here
+            and entry.path not in self._overlapping
+            and _is_bytes(here[entry.path])
+            and entry.accelerator is (here[entry.path].device.type != "cpu")
+        }
+        _check_memory(e.bytes for e in self._entries if not (e.path in direct or e.accelerator))
         self._received = {
             entry.path: here[entry.path] if entry.path in direct else fresh(entry)
             for entry in self._entries
@@ -383,13 +398,13 @@ class Destination:
         for destination, value in self._copies:
             late = destination.device.type != "cpu" == value.device.type
             destination.copy_(value.pin_memory() if late else value, non_blocking=late)
-        for entry in self._entries:  # memory shared here but not at the source loses a value
-            if entry.path in self._overlapping:
-                mine, theirs = self._here[entry.path], self._received[entry.same_as or entry.path]
-                if not torch.equal(as_bytes(mine), as_bytes(theirs)):
-                    raise ReplicaDiffers(
-                        f"{entry.path} shares memory on rank {self._joiner} with what its replicas keep apart"
-                    )
+        shared = [entry for entry in self._entries if entry.path in self._overlapping]
+        pairs = [(self._here[each.path], self._received[each.same_as or each.path]) for each in shared]
+        for entry, lost in zip(shared, differ(pairs), strict=True):
+            if lost:  # memory shared here but not at the source
+                raise ReplicaDiffers(
+                    f"{entry.path} shares memory on rank {self._joiner} with what its replicas keep apart"
+                )
         tensors: dict[str, torch.Tensor] = {}
         laid: dict[str, torch.Tensor] = {}
         for entry in self._entries:
@@ -448,8 +463,10 @@ def _laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
 
 
 def fresh(entry: TensorEntry) -> torch.Tensor:
-    """Returns an uninitialised contiguous CPU tensor of an entry's shape and dtype."""
+    """Returns an uninitialised contiguous tensor of an entry's shape and dtype, on the device if the entry's is."""
     dtype = dtype_of(entry.dtype)
+    if entry.accelerator and (accelerator := accelerator_in_use()) is not None:
+        return torch.empty(entry.shape, dtype=dtype, device=accelerator.torch)
     if entry.bytes < _HUGE_BYTES:
         return torch.empty(entry.shape, dtype=dtype)
     memory = mmap.mmap(-1, entry.bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -477,9 +494,8 @@ def _check_memory(sizes: Iterable[int]) -> None:
 
 # Operations in flight per source, so that the backend is busy while a chunk is digested. They hold no copies.
 _IN_FLIGHT = 8
-_DIGEST_BYTES = 16
 _HEADER_WORDS = 5
-_PROTOCOL = 0x7377_6966_7403
+_PROTOCOL = 0x7377_6966_7404
 _MANIFEST_BYTES_MAX = 1 << 30
 _NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
@@ -571,12 +587,14 @@ def send_state(
     try:
         send(header.view(torch.uint8), REPLICA_HEADER)
         send(torch.frombuffer(bytearray(data), dtype=torch.uint8), REPLICA_MANIFEST)
-        chunks = plan_chunks([entry.bytes for entry in manifest.entries], len(transfer.sources))
+        chunks = plan_chunks(manifest.entries, len(transfer.sources))
         mine = [chunk for chunk in chunks if chunk.source == source]
-        digests = bytearray()
+        parts = _parts_of(manifest, tensors)
+        found: list[Digest] = []
         done = 0
         on_chunk(0, len(mine))
-        for chunk, pieces in _on_host(chunks, _parts_of(manifest, tensors)):
+        for chunk in chunks:
+            pieces = _places(chunk, parts)
             if chunk.source == source:
                 check()
                 send(pieces[0] if len(pieces) == 1 else torch.cat(pieces), REPLICA_CHUNK + chunk.index)
@@ -584,9 +602,10 @@ def send_state(
                 while len(in_flight) > _IN_FLIGHT:
                     in_flight.popleft()[1].wait()
                 on_chunk(done, len(mine))
-            digests += _digests(pieces)
+            found += map(digest_there, pieces)
+        digests = b"".join(read(found))
         if digests:
-            send(torch.frombuffer(digests, dtype=torch.uint8), REPLICA_DIGESTS)
+            send(torch.frombuffer(bytearray(digests), dtype=torch.uint8), REPLICA_DIGESTS)
         while in_flight:
             check()
             in_flight.popleft()[1].wait()
@@ -622,14 +641,14 @@ def receive_state(
     wire = wire or DefaultGroup()
     manifest, data, witnesses = _same_manifest(transfer, wire, check)
     destination = Destination(manifest, into, transfer.sources[0], rank, older_copy=older_copy)
-    chunks = plan_chunks([entry.bytes for entry in manifest.entries], len(transfer.sources))
-    digests = bytearray()
+    chunks = plan_chunks(manifest.entries, len(transfer.sources))
+    found: list[Digest] = []
     in_flight: deque[tuple[Chunk, torch.Tensor, Pending]] = deque()
 
     def arrived() -> None:
         chunk, room, pending = in_flight.popleft()
         pending.wait()
-        digests.extend(_digests(_unpack(chunk, room, destination.parts)))
+        found.extend(map(digest_there, _unpack(chunk, room, destination.parts)))
         on_chunk(chunk.index + 1, len(chunks))
 
     on_chunk(0, len(chunks))
@@ -646,7 +665,8 @@ def receive_state(
             arrived()
     finally:
         in_flight.clear()
-    _compare(transfer, wire, check, manifest, chunks, bytes(digests))
+    digests = b"".join(read(found))
+    _compare(transfer, wire, check, manifest, chunks, digests)
     tensors = destination.finish()
     return Received(
         state=join(manifest.skeleton, tensors),
@@ -660,9 +680,9 @@ def receive_state(
 def digest_of(state: dict[str, Any], version: int) -> str:
     """Returns the digest that `Sent` and `Received` have for a state that one source sends."""
     manifest, tensors = manifest_of(state, version)
-    chunks = plan_chunks([entry.bytes for entry in manifest.entries], 1)
-    staged = _on_host(chunks, _parts_of(manifest, tensors))
-    return _combined(manifest.to_bytes(), b"".join(_digests(pieces) for _, pieces in staged))
+    parts = _parts_of(manifest, tensors)
+    pieces = [place for chunk in plan_chunks(manifest.entries, 1) for place in _places(chunk, parts)]
+    return _combined(manifest.to_bytes(), b"".join(digests_of_tensors(pieces)))
 
 
 # --- manifests ---
@@ -735,66 +755,22 @@ def _places(chunk: Chunk, parts: list[torch.Tensor]) -> list[torch.Tensor]:
     return [parts[piece.tensor][piece.begin : piece.end] for piece in chunk.pieces]
 
 
-def _on_host(
-    chunks: Sequence[Chunk], parts: list[torch.Tensor]
-) -> Iterator[tuple[Chunk, list[torch.Tensor]]]:
-    """(source) Yields each chunk with its pieces in host memory. Copies a device's bytes some chunks ahead."""
-    ahead: deque[tuple[Chunk, list[torch.Tensor], list[tuple[Accelerator, Event]]]] = deque()
-    for chunk in chunks:
-        ahead.append((chunk, *_copied_out(_places(chunk, parts))))
-        if len(ahead) > _IN_FLIGHT:
-            yield _arrived(*ahead.popleft())
-    while ahead:
-        yield _arrived(*ahead.popleft())
-
-
-def _copied_out(places: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[tuple[Accelerator, Event]]]:
-    """Returns the pieces in host memory, and the ends of the copies there."""
-    pieces, copies = [], dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]]()
-    for place in places:
-        if place.device.type == "cpu":
-            pieces.append(place)
-            continue
-        pieces.append(accelerator_of(place.device).pinned(place.numel(), place.dtype))
-        copies.setdefault(place.device, []).append((pieces[-1], place))
-    ends = [
-        (accelerator_of(where), accelerator_of(where).copy_all_out(pairs)) for where, pairs in copies.items()
-    ]
-    return pieces, ends
-
-
-def _arrived(
-    chunk: Chunk, pieces: list[torch.Tensor], ends: list[tuple[Accelerator, Event]]
-) -> tuple[Chunk, list[torch.Tensor]]:
-    for device, copied in ends:
-        device.wait(copied)
-    return chunk, pieces
-
-
 def _room(chunk: Chunk, parts: list[torch.Tensor]) -> torch.Tensor:
     """(joiner) Returns the memory for a chunk: its place in the state, or a buffer that is unpacked later."""
     places = _places(chunk, parts)
-    for place in places:
-        if place.device.type != "cpu":
-            return accelerator_of(place.device).pinned(chunk.bytes, torch.uint8)
-    return places[0] if len(places) == 1 else torch.empty(chunk.bytes, dtype=torch.uint8)
+    return places[0] if len(places) == 1 else places[0].new_empty(chunk.bytes)
 
 
 def _unpack(chunk: Chunk, room: torch.Tensor, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Puts what has arrived into its place. Returns the pieces in host memory."""
+    """Puts what has arrived into its place. Returns the pieces."""
     pieces = torch.split(room, [piece.end - piece.begin for piece in chunk.pieces])
     for piece, place in zip(pieces, _places(chunk, parts), strict=True):
         if place.data_ptr() != piece.data_ptr():
-            place.copy_(piece, non_blocking=True)
+            place.copy_(piece)
     return list(pieces)
 
 
-def _digests(pieces: Iterable[torch.Tensor]) -> bytes:
-    """Returns one digest per piece, so that a difference can be traced to a tensor's name."""
-    return b"".join(xxhash.xxh3_128_digest(byte_view(piece).data) for piece in pieces)
-
-
-def _combined(manifest: bytes, digests: bytes | bytearray) -> str:
+def _combined(manifest: bytes, digests: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(xxhash.xxh3_128_digest(manifest) + digests)
 
 
@@ -818,7 +794,7 @@ def _compare(
     pieces = [(piece, chunk) for chunk in chunks for piece in chunk.pieces]
 
     def different(one: bytes, other: bytes) -> list[int]:
-        size = _DIGEST_BYTES
+        size = DIGEST_BYTES
         return [
             i
             for i in range(len(pieces))

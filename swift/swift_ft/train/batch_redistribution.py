@@ -31,8 +31,8 @@ from swift_ft import events, torch_private
 from swift_ft.comm.backend import Collectives
 from swift_ft.comm.groups import ReconfigurableGroup
 from swift_ft.planner import Assignment
+from swift_ft.state.digests import DIGEST_BYTES, digests
 from swift_ft.state.loaders import OriginLoaders
-from swift_ft.state.tensors import byte_view, plain
 from swift_ft.train.boundary_log import Channel
 from swift_ft.train.config import SessionConfig
 from swift_ft.train.participants import Participant, Step
@@ -208,9 +208,6 @@ def _add(to: OwnGradients, early: Mapping[torch.nn.Parameter, torch.Tensor], *, 
 
 
 Gradients = Mapping[torch.nn.Parameter, torch.Tensor]
-_DIGEST_BYTES = 16
-
-
 Result = TypeVar("Result")
 
 
@@ -413,14 +410,14 @@ class Adoption(Participant):
         told = (
             b"".join(self._digest(self._computed(origin, step)) for origin in (own, next_to[own]))
             if takes_part
-            else bytes(2 * _DIGEST_BYTES)
+            else bytes(2 * DIGEST_BYTES)
         )
         ranks = [assignment.slots[slot].dp_rank for slot in assignment.group(self._slot)]
         gathered = dict(
             zip(ranks, self._data.gathered(torch.frombuffer(bytearray(told), dtype=torch.uint8)), strict=True)
         )
         for rank, other in next_to.items():
-            if not torch.equal(gathered[rank][_DIGEST_BYTES:], gathered[other][:_DIGEST_BYTES]):
+            if not torch.equal(gathered[rank][DIGEST_BYTES:], gathered[other][:DIGEST_BYTES]):
                 self._refuse(
                     step.number,
                     f"was tried out: data-parallel rank {rank} has computed other gradients for the batch of rank "
@@ -444,9 +441,7 @@ class Adoption(Participant):
             self._differs(step, str(error))
 
     def _digest(self, gradients: Gradients) -> bytes:
-        state = xxhash.xxh3_128()
-        for stage in self._state.stages:
-            for parameter in stage.submod.parameters():
-                gradient = gradients.get(parameter)
-                state.update(b"-" if gradient is None else byte_view(plain(gradient).contiguous()).data)
-        return state.digest()
+        parameters = [p for stage in self._state.stages for p in stage.submod.parameters()]
+        there = bytes(p in gradients for p in parameters)
+        of_each = digests([gradients[p] for p in parameters if p in gradients])
+        return xxhash.xxh3_128_digest(there + b"".join(of_each))

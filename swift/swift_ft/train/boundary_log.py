@@ -458,6 +458,8 @@ class Channel:
         self._share: ReadFilter | None = None
         self._replay_from = 0
         self._collective_sources: Sequence[int] = ()
+        self._reusable: Event | None = None
+        """(replay on a device) Behind all work of earlier calls of the schedule, so behind the receive buffers' use."""
         self._step = 0
         self._ordinals: dict[int, int] = {}
         self._microbatch = 0
@@ -547,6 +549,7 @@ class Channel:
         """Waits until the memory of all sent tensors may be reused."""
         self.launched()
         self._capture.wait_copied()
+        self._reusable = None
 
     def drop_step(self) -> None:
         """Releases the step's lent tensors without checking them: the step is done again and compared then."""
@@ -606,6 +609,7 @@ class Channel:
         other._witness = None  # the witness covers this rank's own stages only
         other._cursors = {}
         other._to_record = deque()
+        other._reusable = None
         other.shapes = self.shapes.for_helper()
         other.randomness = copy.copy(self.randomness)
         other.profile = StepProfile()
@@ -624,7 +628,9 @@ class Channel:
         stream = self.stream(stage, direction)
         too = self._step >= self._replayed_too.get(stage, self._step + 1)
         record = self._read(stream, RecordKey(self._step, microbatch, slot), self._share, replayed_too=too)
-        fill(buffer, record, f"{stream}@{self._step} microbatch {microbatch}")
+        if self._reusable is None and buffer.device.type != "cpu":
+            self._reusable = accelerator_of(buffer.device).mark()
+        fill(buffer, record, f"{stream}@{self._step} microbatch {microbatch}", self._reusable)
 
     def receive_inside(
         self, stage: int, direction: str, microbatch: int, slot: int, buffer: torch.Tensor

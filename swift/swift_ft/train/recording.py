@@ -30,7 +30,7 @@ from swift_ft.state.transfer import local
 from swift_ft.state.tree import split
 from swift_ft.train.config import SessionConfig
 from swift_ft.train.participants import Participant, Step
-from swift_ft.train.step_digests import Witness, digest_of, tensors_of
+from swift_ft.train.step_digests import Witness, digests_of, tensors_of
 from swift_ft.train.tape import Results, Tape
 from swift_ft.train.transcript import (
     CALLED,
@@ -304,9 +304,12 @@ def decoded(record: Any) -> tuple[Transcript, list[tuple[str, int, int]], bool]:
 def told_digests(parts: Mapping[str, Any], *, whole: bool = False) -> Iterator[tuple[str, bytes]]:
     """Yields (name, digest) of each part of a state: tensors one by one, other values down to nested dictionaries and
     short lists. `whole`: see `digest_of`."""
-    for name, value in parts.items():
-        tensors, skeleton = split(value, name)
-        yield from ((path, digest_of(tensor, whole=whole)) for path, tensor in tensors.items())
+    apart = {name: split(value, name) for name, value in parts.items()}
+    found = iter(
+        digests_of([tensor for tensors, _ in apart.values() for tensor in tensors.values()], whole=whole)
+    )
+    for name, (tensors, skeleton) in apart.items():
+        yield from ((path, next(found)) for path in tensors)
         yield from _values(name, skeleton)
 
 

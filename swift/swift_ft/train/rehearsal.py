@@ -13,10 +13,10 @@ With replicas, averaged gradients are recorded for the first step only. The next
 import random
 import weakref
 from abc import ABC, abstractmethod
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch
-import xxhash
 
 from swift_ft import reinitialization, warm_up
 from swift_ft._pb import coordinator_pb2 as pb
@@ -30,7 +30,9 @@ from swift_ft.log.record import RecordKey, collectives, messages, results, trans
 from swift_ft.planner.groups import RecoveryGroups
 from swift_ft.rpc.client import CoordinatorClient
 from swift_ft.state.checkpoint_store import CheckpointStore
-from swift_ft.state.tensors import byte_view, to_tensor
+from swift_ft.state.digests import digests
+from swift_ft.state.tensors import to_tensor
+from swift_ft.state.transfer import local
 from swift_ft.train.boundary_log import BACKWARD, FORWARD, Channel
 from swift_ft.train.coordinator_session import own_servers
 from swift_ft.train.participants import TrainStep
@@ -166,17 +168,11 @@ class Warming(Shadow):
 
     def _gradients(self) -> bytes:
         """Returns a digest of all gradients. Raises UsageError if there are none."""
-        digest, there = xxhash.xxh3_128(), False
-        for stage in self._state.stages:
-            for parameter in stage.submod.parameters():
-                gradient = parameter.grad
-                if gradient is not None:
-                    there = True
-                    local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-                    digest.update(byte_view(local).data)
-        if not there:
+        parameters = chain.from_iterable(stage.submod.parameters() for stage in self._state.stages)
+        gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        if not gradients:
             raise UsageError("the step has computed no gradients")
-        return digest.digest()
+        return b"".join(digests(gradients))
 
     def _compute(self, train_step: TrainStep, step: int) -> None:
         self._channel.begin_step(step)

@@ -6,13 +6,11 @@ and after, verifies that it did not change.
 """
 
 import functools
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
-import xxhash
 
 from swift_ft import events, torch_private
 from swift_ft.comm.backend import Wire
@@ -25,6 +23,7 @@ from swift_ft.log.record import RecordKey, digest_of
 from swift_ft.log.sender import differs_words
 from swift_ft.planner.schedule import BACKWARD_WEIGHT
 from swift_ft.rpc.codec import PublishedPlan
+from swift_ft.state.digests import digest_of as digest_of_state
 from swift_ft.state.rng import kept
 from swift_ft.state.tensors import byte_view, dtype_name, plain
 from swift_ft.state.tree import split
@@ -206,7 +205,7 @@ class Helper:
         """Builds the owner's stages and computes their microbatches until the owner ends it. Raises ReplayRefused if
         the owner's step cannot be repeated or this rank's own state has changed, Divergence if a send differs from the
         log, Interrupted once a newer generation is published."""
-        before = state_digest(self._state)
+        before = digest_of_state(self._state.state_dict())
         asked, _ = self._post.read(owner)
         if asked is None:
             return
@@ -231,7 +230,7 @@ class Helper:
             events.emit(
                 "helped", rank=self._rank, generation=published.generation, owner=owner, **work.done()
             )
-        if state_digest(self._state) != before:
+        if digest_of_state(self._state.state_dict()) != before:
             self._state.present = False
             raise ReplayRefused(
                 f"the state of rank {self._rank} changed while it helped rank {owner}: what session.help_replay was "
@@ -424,14 +423,3 @@ class _Work:
 
     def close(self) -> None:
         self._channel.end_replay()
-
-
-def state_digest(state: TrainerState) -> str:
-    """Returns the XXH3 digest of names, types, shapes and bytes of everything that a checkpoint would hold."""
-    tensors, rest = split(state.state_dict())
-    digest = xxhash.xxh3_128(json.dumps(rest).encode())
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        digest.update(f"{name}|{dtype_name(tensor)}|{tuple(tensor.shape)}|".encode())
-        digest.update(byte_view(tensor).data)
-    return digest.hexdigest()

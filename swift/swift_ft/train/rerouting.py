@@ -9,7 +9,6 @@ microbatches (`swift_ft.train.reducer`): the bits are those of a full world.
 A trial in a full world checks that a trainer's step can be run for another origin, as for `Adoption`.
 """
 
-import json
 import math
 import threading
 import time
@@ -29,8 +28,8 @@ from swift_ft.comm.backend import Collectives
 from swift_ft.comm.groups import ReconfigurableGroup
 from swift_ft.planner import Assignment
 from swift_ft.planner.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action
-from swift_ft.state.tensors import byte_view, digest, plain
-from swift_ft.state.tree import split
+from swift_ft.state.digests import digest_of
+from swift_ft.state.digests import digests as tensor_digests
 from swift_ft.train import rerouted_call
 from swift_ft.train.batch_redistribution import Adoption, Computed, OwnGradients
 from swift_ft.train.participants import Step
@@ -292,8 +291,7 @@ def left_by(
             outputs = enumerate(stage.output_chunks)
             digests |= {f"the output of microbatch {mb}": _bits(output) for mb, output in outputs}
     for name, value in objects.items():
-        tensors, rest = split(value.state_dict())
-        digests[f"the state of register({name}=...)"] = digest(tensors, json.dumps(rest)).encode()
+        digests[f"the state of register({name}=...)"] = digest_of(value.state_dict())
     return Left(gradients, digests)
 
 
@@ -361,12 +359,9 @@ def _differ(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 def _bits(value: Any) -> bytes:
     """Returns a digest of dtypes, shapes and bits of all tensors in `value`."""
-    state = xxhash.xxh3_128()
-    for leaf in torch.utils._pytree.tree_leaves(value):
-        if isinstance(leaf, torch.Tensor):
-            state.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
-            state.update(byte_view(plain(leaf)).data)
-    return state.digest()
+    leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    forms = [f"{leaf.dtype}{tuple(leaf.shape)}".encode() for leaf in leaves]
+    return b"".join([*forms, *tensor_digests(leaves)])
 
 
 _WHOLE, _SPLIT = 1, 2

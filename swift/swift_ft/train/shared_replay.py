@@ -23,7 +23,7 @@ from swift_ft.log.reader import ReadFilter
 from swift_ft.log.record import RecordKey
 from swift_ft.planner import Help
 from swift_ft.planner.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
-from swift_ft.state.tensors import same_bits
+from swift_ft.state.tensors import differ
 from swift_ft.state.tree import dtype_of
 from swift_ft.train.boundary_log import Channel
 from swift_ft.train.gradient_chain import (
@@ -473,5 +473,5 @@ class Owner:
 
 def check_buffers(before: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Raises ReplayRefused if a shared step has changed a buffer. `before`: (buffer, its copy from before the step)."""
-    if not all(same_bits(buffer, value) for buffer, value in before):
+    if any(differ(before)):
         raise ReplayRefused("a forward changes buffers, each microbatch those that the one before has left")

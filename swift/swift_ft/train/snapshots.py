@@ -23,7 +23,7 @@ from swift_ft import events
 from swift_ft.comm.groups import ReconfigurableGroup
 from swift_ft.errors import ReplayRefused, UsageError
 from swift_ft.planner import Assignment, HeldSnapshot, RecoveryGroups
-from swift_ft.state.checkpoint_file import Snapshot
+from swift_ft.state.checkpoint_file import Snapshot, restored
 from swift_ft.state.transfer import Transfer, digest_of, receive_state, send_state
 from swift_ft.state.tree import split
 from swift_ft.train.coordinator_session import Member
@@ -83,13 +83,14 @@ class SnapshotCopy:
     """Copy of a state at one version, in separate memory."""
 
     state: dict[str, Any]
-    """The copied state; load it by way of `apart`."""
+    """The copied state in host memory, taken apart as `split` does; load it by way of `apart`. A copy that is passed on
+    stays in host memory, while its skeleton says what was on a device."""
     digest: str
     bytes: int
 
     def apart(self) -> dict[str, Any]:
         """Returns a copy of the state for `TrainerState.load_state_dict`, since optimizers keep the tensors passed."""
-        state: dict[str, Any] = Snapshot(self.state).state()
+        state: dict[str, Any] = restored(self.state["skeleton"], self.state["tensors"])
         return state
 
 
@@ -192,9 +193,10 @@ class Snapshots(Participant):
 
     def _copied(self) -> SnapshotCopy:
         spare = self._spare.pop(self._rank, None)
-        snapshot = Snapshot(self._state.state_dict(), into={} if spare is None else split(spare.state)[0])
+        snapshot = Snapshot(self._state.state_dict(), into={} if spare is None else spare.state["tensors"])
         snapshot.wait()
-        return SnapshotCopy(state=snapshot.state(), digest="", bytes=snapshot.nbytes)
+        state = {"version": self._state.version, "skeleton": snapshot.skeleton, "tensors": snapshot.named()}
+        return SnapshotCopy(state=state, digest="", bytes=snapshot.nbytes)
 
     def _received(self, kept: CopyOfSnapshot, version: int) -> SnapshotCopy:
         spare = self._spare.pop(kept[0], None)

@@ -8,7 +8,6 @@ Legend: `stage` index in the pipeline, `mb` the schedule's microbatch index.
 """
 
 import copy
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import MappingProxyType
@@ -23,10 +22,9 @@ from swift_ft import torch_private
 from swift_ft.comm.groups import ReconfigurableGroup
 from swift_ft.errors import ReplayRefused, UsageError
 from swift_ft.state import fsdp
+from swift_ft.state.digests import digest_of
 from swift_ft.state.module_state import KeptModules
 from swift_ft.state.rng import kept
-from swift_ft.state.tensors import digest
-from swift_ft.state.tree import split
 from swift_ft.train.boundary_log import BACKWARD, FORWARD, Channel
 from swift_ft.train.profiling import WEIGHTS
 from swift_ft.train.updates import Updates
@@ -97,9 +95,8 @@ def _gives_data(thing: Any) -> bool:
     return hasattr(type(thing), "__next__") or hasattr(type(thing), "__iter__")
 
 
-def _digest(state: Any) -> str:
-    tensors, rest = split(fsdp.localized({"": state})[0])
-    return digest(tensors, json.dumps(rest))
+def _digest(state: Any) -> bytes:
+    return digest_of(fsdp.localized({"": state})[0])
 
 
 @contextmanager

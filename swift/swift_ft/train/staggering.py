@@ -37,7 +37,7 @@ from swift_ft.comm.groups import ReconfigurableGroup
 from swift_ft.comm.worker_thread import Task
 from swift_ft.device import Arrivals
 from swift_ft.planner import Assignment
-from swift_ft.state.checkpoint_file import Snapshot
+from swift_ft.state.checkpoint_file import Snapshot, restored
 from swift_ft.train.boundary_log import Channel
 from swift_ft.train.coordinator_session import Member
 from swift_ft.train.hook import Hook
@@ -332,7 +332,7 @@ class Staggering(Participant):
         self._channel.faults.at("take_back", version)
         self._state.present = False
         # Loads a copy of the copy, because optimizers keep the tensors that they load.
-        self._state.load_state_dict(Snapshot(copy.state()).state())
+        self._state.load_state_dict(restored(copy.skeleton, copy.named()))
         self._state.present = True
         pending = self._pending
         if pending is not None and not pending.known_valid() and self._channel.witness is not None:

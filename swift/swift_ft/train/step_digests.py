@@ -17,7 +17,7 @@ rehearsal compares with it (``expect``), and so reports the first difference and
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from swift_ft import torch_private
 from swift_ft.device import Readings
-from swift_ft.state.tensors import byte_view
+from swift_ft.state.digests import digest_there, digests, read
 from swift_ft.train.transcript import INPUT, LOSS, OUTPUT, Difference, Seen, Transcript
 from swift_ft.train.transcript import RESULT as RESULT
 from swift_ft.train.transcript import TARGET as TARGET
@@ -121,8 +121,11 @@ class Witness:
         if self._readings is None:
             self.note(seen, self._digest_of(tensor))
         elif tensor.device.type != "cpu" and _is_plain(tensor):
-            about, sample = _about(tensor), _sample(tensor, whole=self.whole)
-            self._readings.later(sample, lambda host: self.note(seen, _digest(about, host)))
+            about = _about(tensor)
+            with torch_private.without_modes():
+                there = digest_there(_sample(tensor, whole=self.whole))
+            assert isinstance(there, torch.Tensor)
+            self._readings.later(there, lambda host: self.note(seen, _combined(about, *read([host]))))
         else:
             digest = self._digest_of(tensor)
             self._readings.then(lambda: self.note(seen, digest))
@@ -199,9 +202,15 @@ def tensors_of(values: Any) -> Iterable[torch.Tensor]:
 def digest_of(tensor: torch.Tensor, *, whole: bool = False) -> bytes:
     """Returns a digest of a tensor's bits, dtype and shape. Tensors without plain memory (sparse, meta) are digested by
     dtype and shape only. `whole`: all bits of a large tensor, not a sample."""
-    if not _is_plain(tensor):
-        return xxhash.xxh3_128_digest(_about(tensor))
-    return _digest(_about(tensor), _sample(tensor, whole=whole))
+    return digests_of([tensor], whole=whole)[0]
+
+
+def digests_of(tensors: Sequence[torch.Tensor], *, whole: bool = False) -> list[bytes]:
+    """Returns `digest_of` each. Waits once for those of a device."""
+    with torch_private.without_modes():
+        plain = [_sample(tensor, whole=whole) for tensor in tensors if _is_plain(tensor)]
+        found = iter(digests(plain))
+    return [_combined(_about(tensor), next(found) if _is_plain(tensor) else b"") for tensor in tensors]
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -222,9 +231,5 @@ def _sample(tensor: torch.Tensor, *, whole: bool) -> torch.Tensor:
         return flat
 
 
-def _digest(about: bytes, sample: torch.Tensor) -> bytes:
-    state = xxhash.xxh3_128(about)
-    with torch_private.without_modes():
-        if sample.numel():
-            state.update(byte_view(sample).data)
-    return state.digest()
+def _combined(about: bytes, digest: bytes) -> bytes:
+    return xxhash.xxh3_128_digest(about + digest)

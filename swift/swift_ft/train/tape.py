@@ -113,9 +113,9 @@ class Tape:
             return False
         with torch.no_grad():
             for tensor, result in zip(tensors, results, strict=True):
-                room = torch.empty(tensor.shape, dtype=tensor.dtype)
+                room = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu")
                 byte_view(room)[:] = result.numpy()
-                tensor.copy_(room)
+                tensor.copy_(room, non_blocking=True)
         return True
 
     def gets(self, place: Place, tensors: Sequence[torch.Tensor]) -> None:

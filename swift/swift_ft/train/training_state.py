@@ -20,6 +20,7 @@ from swift_ft.device import accelerator_in_use, settle_copies
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.state import fsdp
 from swift_ft.state.carried_gradients import WholeModule
+from swift_ft.state.digests import digests
 from swift_ft.state.journal import OPTIMIZERS_OWN, Kept, UndoResult
 from swift_ft.state.loaders import Iterators
 from swift_ft.state.module_state import (
@@ -32,7 +33,7 @@ from swift_ft.state.module_state import (
     states_of,
 )
 from swift_ft.state.rng import Randomness, kept, seed_all
-from swift_ft.state.tensors import byte_view, digest, plain
+from swift_ft.state.tensors import digest
 from swift_ft.state.torch_settings import Settings
 from swift_ft.state.transfer import local
 from swift_ft.state.tree import split
@@ -478,6 +479,7 @@ class TrainerState:
 
     def begin_step(self) -> None:
         """Keeps the state that a step restores if it is cut short."""
+        self.modules.between_steps = None
         self.updates.begin_step(self.version)
         self.settings.begin_step()
         self.gradients.begin(self._parameters())
@@ -585,10 +587,9 @@ class TrainerState:
             p for p in self._versions if not (p in held and p.requires_grad) and id(p) not in self._changing
         ]
         if self._steps_here < _STEPS_LOOKED_AT:
-            digests = {id(p): xxhash.xxh3_128_digest(byte_view(plain(p)).data) for p in frozen if p.numel()}
-            before = digests | self._digests
-            changing = [p for p in frozen if before.get(id(p)) != digests.get(id(p))]
-            self._digests = digests
+            found = dict(zip(map(id, frozen), digests(frozen), strict=True))
+            changing = [p for p in frozen if self._digests.get(id(p), found[id(p)]) != found[id(p)]]
+            self._digests = found
         else:
             changing, self._digests = [], {}
         if not self._steps_here:  # raises now if the state that a first step created cannot be saved
@@ -682,7 +683,13 @@ class TrainerState:
 
     def parts(self) -> dict[str, Any]:
         """Returns the state that replicas must have in common, by part names for messages; objects by name."""
-        state = self.state_dict()
+        state, _ = fsdp.localized(
+            {
+                "optimizers": states_of(self.optimizers),
+                "iterators": self.iterators.state(),
+                "objects": self._object_states(),
+            }
+        )
         parameters: dict[str, Any] = {}
         buffers: dict[str, Any] = {}
         for key, of_stage, others in self._halves():
@@ -726,6 +733,7 @@ class TrainerState:
         """Loads a state. Raises ServiceError if it is another trainer's or another shard's, or, with its name, if one
         of the trainer's objects cannot load it."""
         settle_copies()
+        self.modules.between_steps = None
         stages = self.keyed()
         if set(stages) != set(state["stages"]) or len(self.optimizers) != len(state["optimizers"]):
             raise ServiceError(

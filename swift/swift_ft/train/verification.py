@@ -12,7 +12,7 @@ would receive another replica's. That is bad input.
 import json
 import os
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import xxhash
@@ -22,9 +22,7 @@ from swift_ft.comm.groups import ReconfigurableGroup
 from swift_ft.errors import ReplicaDiffers, UsageError
 from swift_ft.files import write_whole
 from swift_ft.state.carried_gradients import LEFT
-from swift_ft.state.checkpoint_file import on_host
-from swift_ft.state.tensors import byte_view
-from swift_ft.state.tree import split
+from swift_ft.state.digests import DIGEST_BYTES, digests_of
 from swift_ft.text import listed
 from swift_ft.train.participants import Participant, Step
 from swift_ft.train.recording import told_digests
@@ -95,9 +93,6 @@ def write_every_version(state: TrainerState, rank: int) -> None:
         write_digests(state, rank)
 
 
-_DIGEST_BYTES = 16
-
-
 class Audit(Participant):
     def __init__(self, group: ReconfigurableGroup, state: TrainerState):
         self._group = group
@@ -119,11 +114,14 @@ class Audit(Participant):
     def compare(self) -> None:
         """(all replicas, at the same version) Raises ReplicaDiffers or UsageError if a part of the state is not the
         same on all of them."""
-        parts = self._state.parts()
-        own = _tensor(b"".join(map(_digest, parts.values())))
+        parts, modules = self._state.parts(), self._state.modules
+        values = modules.values()
+        found = digests_of([*parts.values(), *values.values()])
+        modules.between_steps = dict(zip(values, found[len(parts) :], strict=True))
+        own = _tensor(b"".join(found[: len(parts)]))
         gathered = self._group.gathered(own)
         for index, name in enumerate(parts):
-            place = slice(index * _DIGEST_BYTES, (index + 1) * _DIGEST_BYTES)
+            place = slice(index * DIGEST_BYTES, (index + 1) * DIGEST_BYTES)
             others = [
                 rank
                 for rank, digests in zip(self._group.present, gathered, strict=True)
@@ -132,12 +130,12 @@ class Audit(Participant):
             if others:
                 # All ranks get here, since each of them differs from another one.
                 self._differs(name, others)
-        self._compare_attributes()
+        changed = modules.changed(modules.between_steps)
+        self._compare_attributes({path: modules.between_steps[path].hex() for path in changed})
 
-    def _compare_attributes(self) -> None:
+    def _compare_attributes(self, own: dict[str, str]) -> None:
         """Finds plain attributes of modules that differ between replicas. These are legitimate (the last loss, an
-        attention map): they are excluded from copies and rehearsals."""
-        own = {path: _digest(value).hex() for path, value in self._state.modules.state()["values"].items()}
+        attention map): they are excluded from copies and rehearsals. `own`: digests of those that have changed."""
         apart = self._apart(own)
         if new := sorted(set(apart) - set(self._state.apart)):
             events.emit("attributes_apart", version=self._state.version, names=new)
@@ -193,14 +191,3 @@ class Audit(Participant):
 
 def _tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _digest(part: Any) -> bytes:
-    tensors, rest = split(part)
-    state = xxhash.xxh3_128(repr(rest).encode())
-    tensors = on_host(tensors)
-    for name in sorted(tensors):
-        tensor = tensors[name].detach().contiguous()
-        state.update(name.encode())
-        state.update(byte_view(tensor).data if tensor.numel() else b"")
-    return state.digest()

@@ -1,4 +1,5 @@
-"""Stages on the simulated device, and what the host waits for there: `-m … UPDATES REPLICAS STEPS DIRECTORY WIRE`.
+"""Stages on the simulated device, and what the host waits for there:
+`-m … UPDATES REPLICAS STEPS CHECKPOINT_EVERY DIRECTORY WIRE`.
 
 Writes `RANK.PID` there: a line of JSON for each step with its number, whether it was replayed, and for each wait
 [what, "line < its caller's < …", how often].
@@ -17,8 +18,8 @@ import swift_ft
 from swift_ft.comm import NCCL_ENVIRONMENT
 from tests.device import simulated
 
-UPDATES, REPLICAS, STEPS, DIRECTORY = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
-WIRE = sys.argv[5]
+UPDATES, DIRECTORY, WIRE = sys.argv[1], Path(sys.argv[5]), sys.argv[6]
+REPLICAS, STEPS, EVERY = map(int, sys.argv[2:5])
 WIDTH, BATCH, MICROBATCHES = 16, 8, 4
 
 
@@ -48,11 +49,13 @@ def main() -> None:
         os.environ.update(NCCL_ENVIRONMENT, FAKE_NCCL=str(DIRECTORY.parent))
         sys.path.append(str(Path(simulated.__file__).with_name("plugin_nccl")))
     with swift_ft.Session.from_env(
-        checkpoint_every=100, replicas=REPLICAS, updates=UPDATES, bucket_bytes=512
+        checkpoint_every=EVERY, rehearse="off", replicas=REPLICAS, updates=UPDATES, bucket_bytes=512
     ) as session:
         rank, ranks = session.pipeline_rank, session.pipeline_ranks
         torch.manual_seed(rank)
-        module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.Tanh()).to(simulated.NAME)
+        module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.Tanh())
+        module.register_buffer("mask", torch.ones(WIDTH, WIDTH), persistent=False)
+        module.to(simulated.NAME)
         stage = session.pipeline_stage(module, rank, ranks, simulated.NAME)
         schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=loss)
         optimizer = session.optimizer(torch.optim.AdamW(module.parameters(), lr=1e-2))

@@ -112,9 +112,16 @@ mixes = st.lists(
 )
 
 
+def entries(sizes: list[int]) -> list[TensorEntry]:
+    return [
+        TensorEntry(path=str(number), dtype="uint8", shape=(size,), placement="", same_as="")
+        for number, size in enumerate(sizes)
+    ]
+
+
 @given(sizes=mixes, sources=st.integers(1, 4))
 def test_every_byte_is_sent_exactly_once(sizes: list[int], sources: int) -> None:
-    chunks = plan_chunks(sizes, sources)
+    chunks = plan_chunks(entries(sizes), sources)
     at = [0] * len(sizes)
     for chunk in chunks:
         for piece in chunk.pieces:
@@ -128,20 +135,20 @@ def test_every_byte_is_sent_exactly_once(sizes: list[int], sources: int) -> None
 
 @given(sizes=mixes, sources=st.integers(1, 4))
 def test_small_tensors_go_together(sizes: list[int], sources: int) -> None:
-    chunks = plan_chunks(sizes, sources)
+    chunks = plan_chunks(entries(sizes), sources)
     limit = max(chunk.bytes for chunk in chunks) if chunks else 0
     packs = [chunk for chunk in chunks if len(chunk.pieces) > 1]
     assert all(chunk.bytes * 4 > 3 * limit or chunk is packs[-1] for chunk in packs) or limit * 4 <= 65536 * 5
 
 
 def test_packs_are_no_larger_than_other_chunks() -> None:
-    chunks = plan_chunks([1000] * 300, 2)
+    chunks = plan_chunks(entries([1000] * 300), 2)
     assert max(chunk.bytes for chunk in chunks) <= CHUNK_BYTES_MIN
     assert len(chunks) == 5
 
 
 def test_a_big_state_is_shared_evenly() -> None:
-    chunks = plan_chunks([100 << 20, 60 << 20, 1000], 3)
+    chunks = plan_chunks(entries([100 << 20, 60 << 20, 1000]), 3)
     shares = [sum(c.bytes for c in chunks if c.source == source) for source in range(3)]
     assert max(shares) - min(shares) <= CHUNK_BYTES_MAX
 
@@ -222,7 +229,7 @@ def test_chunks_are_counted_on_both_sides() -> None:
     arriving: list[tuple[int, int]] = []
     send_state(transfer, 0, state, never, lambda *at: sending.append(at), wire=memory.at(0))
     receive_state(transfer, 1, {}, never, lambda *at: arriving.append(at), wire=memory.at(1))
-    total = len(plan_chunks([1_200_000], 1))
+    total = len(plan_chunks(entries([1_200_000]), 1))
     assert total > 4
     assert sending == arriving == [(done, total) for done in range(total + 1)]
 
@@ -233,7 +240,7 @@ def test_check_is_asked_between_chunks(joiner: bool) -> None:
         pass
 
     state = {"version": 3, "w": torch.randn(300_000)}
-    total = len(plan_chunks([1_200_000], 1))
+    total = len(plan_chunks(entries([1_200_000]), 1))
     memory = Memory()
     transfer = Transfer(joiner=1, sources=(0,), version=3)
     calls = []

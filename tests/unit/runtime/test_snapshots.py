@@ -125,7 +125,7 @@ def test_each_rank_holds_its_own_copy_and_another_ones() -> None:
     for rank, snapshots in enumerate(job.ranks):
         assert set(snapshots.held()) == held(rank, 4)
     job.steps(1)  # a copy is no view of the state
-    kept = job.ranks[1].of(0, 4).state
+    kept = job.ranks[1].of(0, 4).apart()
     assert same_bits(kept["stages"]["0"]["w"], torch.full((4,), 2.0))
     assert kept["stages"]["0"]["tied"] is kept["stages"]["0"]["w"]
     assert job.ranks[1].of(0, 4).digest == job.ranks[0].of(0, 4).digest
@@ -145,7 +145,7 @@ def test_the_older_version_goes_once_all_have_the_newer_one_and_its_memory_is_us
     for state in job.states:
         state.grow()
     job.take()  # what has another shape gets other memory
-    assert job.ranks[1].of(0, 6).state["stages"]["0"]["w"].numel() == 8
+    assert job.ranks[1].of(0, 6).apart()["stages"]["0"]["w"].numel() == 8
 
 
 def test_the_older_version_stands_while_not_all_have_the_newer_one() -> None:
@@ -174,7 +174,7 @@ def test_a_generation_begins_with_one_that_leaves_the_old_one_whole_until_all_ha
 def test_what_is_damaged_in_memory_is_refused() -> None:
     job = Job()
     job.take()
-    job.ranks[1].of(0, 0).state["stages"]["0"]["w"].view(torch.uint8)[5] ^= 1
+    job.ranks[1].of(0, 0).state["tensors"]["state.stages.0.w"].view(torch.uint8)[5] ^= 1
     with pytest.raises(
         ReplayRefused, match="rank 0 at version 0 in the memory of rank 1 is not what was taken"
     ):

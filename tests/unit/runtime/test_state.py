@@ -12,9 +12,10 @@ from torch.nn.utils import prune
 from swift_ft.comm.groups import ReconfigurableGroup
 from swift_ft.errors import ReplicaDiffers, ServiceError, UsageError
 from swift_ft.state.carried_gradients import WholeModule
+from swift_ft.state.digests import DIGEST_BYTES, digest_of
 from swift_ft.train.training_state import TrainerState
 from swift_ft.train.updates import Standing
-from swift_ft.train.verification import _DIGEST_BYTES, Audit, _digest
+from swift_ft.train.verification import Audit
 from tests.unit.runtime.wired import state_of, updates_of
 
 
@@ -322,11 +323,11 @@ def test_several_whole_modules_are_all_in_the_state() -> None:
         assert all(torch.equal(a, b) for a, b in zip(module.parameters(), loaded.parameters(), strict=True))
     assert state.gradient_bytes() == {0: sum(p.nbytes for m in modules for p in m.parameters())}
     for place, module in enumerate(modules):
-        before = state.digests()["parameters"], _digest(state.parts()["parameters"])
+        before = state.digests()["parameters"], digest_of(state.parts()["parameters"])
         with torch.no_grad():
             next(module.parameters())[0, 0] += 1
         assert state.digests()["parameters"] != before[0], place
-        assert _digest(state.parts()["parameters"]) != before[1], place
+        assert digest_of(state.parts()["parameters"]) != before[1], place
 
 
 def test_the_same_stage_twice_is_refused_in_one_line() -> None:
@@ -416,7 +417,7 @@ class Position:
 def test_what_differs_in_an_object_is_named_by_its_path() -> None:
     state, _, _, _ = make()
     state.add_object("position", Position())
-    begin = list(state.parts()).index("register(position=...)") * _DIGEST_BYTES
+    begin = list(state.parts()).index("register(position=...)") * DIGEST_BYTES
 
     def differs(other: torch.Tensor) -> torch.Tensor:
         text = bytes(other.numpy())
@@ -439,7 +440,7 @@ def test_replicas_whose_parameters_differ_are_told_what_helps() -> None:
     state, _, _, _ = make()
 
     def differs(other: torch.Tensor) -> torch.Tensor:
-        other[_DIGEST_BYTES] += 1  # of the parameters
+        other[DIGEST_BYTES] += 1  # of the parameters
         return other
 
     audit = Audit(cast(Any, Others(differs)), state)
