@@ -9,6 +9,7 @@ import argparse
 import signal
 import sys
 import tempfile
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def attempt(pair: Pair, place: Path, outputs: Path) -> Row:
         print(f"torch {pair.torch}, Python {pair.python}: {what}", file=sys.stderr, flush=True)
 
     today = datetime.now(UTC).date().isoformat()
-    row = {"torch": pair.torch, "python": pair.python, "floors": pair.floors, "date": today}
+    row = {**asdict(pair), "date": today}
     say("installing")
     try:
         environment = Environment.make(pair, place)
@@ -39,7 +40,8 @@ def attempt(pair: Pair, place: Path, outputs: Path) -> Row:
         return Row(**row, verdict=table.FAILS, reason=str(error), build=environment.build)
     if reason:
         return Row(**row, verdict=table.REFUSED, reason=reason, build=environment.build)
-    output = outputs / f"torch-{pair.torch}-python-{pair.python}{'-floors' if pair.floors else ''}.txt"
+    marks = "-floors" * pair.floors + "-overlay" * pair.overlay
+    output = outputs / f"torch-{pair.torch}-python-{pair.python}{marks}.txt"
     say(f"tests, trainers and drills; what they print: {output}")
     suite = seams.suite(environment, output, floors=pair.floors)
     trainers = seams.trainers(environment, output, shards=shards)
@@ -73,13 +75,18 @@ def main(argv: list[str]) -> int:
         action="store_true",
         help="with the oldest dependencies besides torch that pyproject.toml allows",
     )
+    parser.add_argument(
+        "--overlay",
+        action="store_true",
+        help="with torch.distributed.pipelining of this checkout's torch, for torch 2.11 (tests/gpu/overlay.py)",
+    )
     arguments = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
     rows, failed = table.read(arguments.json), False
     for python in arguments.python or PYTHONS:
         for torch in arguments.torch or TORCHES:
             with tempfile.TemporaryDirectory(prefix="swift-compat-", dir=arguments.directory) as place:
-                pair = Pair(torch=torch, python=python, floors=arguments.floors)
+                pair = Pair(torch=torch, python=python, floors=arguments.floors, overlay=arguments.overlay)
                 row = attempt(pair, Path(place) / "venv", arguments.json.parent)
             rows = table.with_row(rows, row)
             failed |= row.verdict == table.FAILS

@@ -8,6 +8,8 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.gpu import overlay
+
 ROOT = Path(__file__).resolve().parents[2]
 _INSTALL_LIMIT_S = 3600.0
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
@@ -23,6 +25,8 @@ class Pair:
     python: str
     floors: bool = False
     """Everything besides torch that a trainer or a server needs is the oldest that pyproject.toml allows."""
+    overlay: bool = False
+    """The pipelining of this process's torch is laid over (`tests/gpu/overlay.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +50,9 @@ class Environment:
         _pip(python, "-c", str(pinned), *requirements())
         # Not refused by what pyproject.toml says: whether that can be said is what is tried here.
         _pip(python, "--no-deps", "--ignore-requires-python", "-e", str(ROOT))
+        if pair.overlay:
+            lay = [python, "-m", "tests.gpu.overlay", str(overlay.distributed() / "pipelining")]
+            subprocess.run(lay, cwd=ROOT, check=True)
         return cls(python=python, build=_build(python))
 
 

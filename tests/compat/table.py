@@ -28,6 +28,12 @@ class Row:
     drills: dict[str, str] = field(default_factory=dict)
     floors: bool = False
     """With the oldest dependencies."""
+    overlay: bool = False
+    """With the pipelining of a newer torch."""
+
+    @property
+    def key(self) -> tuple[tuple[int, ...], tuple[int, ...], bool, bool]:
+        return _number(self.torch), _number(self.python), self.floors, self.overlay
 
 
 def judged(suite: dict[str, int], trainers: dict[str, str], drills: dict[str, str]) -> tuple[str, str]:
@@ -56,9 +62,8 @@ def write(path: Path, rows: Sequence[Row]) -> None:
 
 def with_row(rows: Sequence[Row], new: Row) -> list[Row]:
     """The rows, in the order of their versions, with `new` in the place of an older one of its pair."""
-    tried = (new.torch, new.python, new.floors)
-    others = [row for row in rows if (row.torch, row.python, row.floors) != tried]
-    return sorted([*others, new], key=lambda row: (_number(row.torch), _number(row.python), row.floors))
+    others = [row for row in rows if row.key != new.key]
+    return sorted([*others, new], key=lambda row: row.key)
 
 
 def _number(version: str) -> tuple[int, ...]:
@@ -72,7 +77,8 @@ def markdown(rows: Sequence[Row]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        cells = [row.torch, row.python, row.build + ", oldest dependencies" * row.floors]
+        build = row.build + ", oldest dependencies" * row.floors
+        cells = [row.torch + " + overlay" * row.overlay, row.python, build]
         cells.append(f"{row.suite['passed']}, {row.suite['failed']}" if row.suite else "")
         cells += [_good(row.trainers, "ok"), _good(row.drills, "PASS")]
         reason = textwrap.shorten(row.reason, _REASON_MAX, placeholder=" …")

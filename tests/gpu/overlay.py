@@ -32,8 +32,13 @@ def lay(source: Path, distributed: Path) -> None:
         (target / name).write_text(text.replace(old, new))
 
 
-if __name__ == "__main__":
-    found = importlib.util.find_spec("torch")  # not imported: it would import what is replaced
+def distributed() -> Path:
+    """This interpreter's folder `torch/distributed`. Does not import torch, which would import what is replaced."""
+    found = importlib.util.find_spec("torch")
     assert found is not None, "no torch"
     assert found.origin is not None, "no torch"
-    lay(Path(sys.argv[1]), Path(found.origin).parent / "distributed")
+    return Path(found.origin).parent / "distributed"
+
+
+if __name__ == "__main__":
+    lay(Path(sys.argv[1]), distributed())
