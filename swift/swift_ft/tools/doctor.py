@@ -133,13 +133,48 @@ _GPU_FIELDS = (
 )
 _XID = re.compile(r"NVRM: Xid \(([^)]{1,40})\): ([0-9]{1,4})\b")
 _KMSG_MAX = 100_000
+_NVLINK_GPU = re.compile(r"GPU ([0-9]{1,4}):")
+_NVLINK = re.compile(r"\s*Link [0-9]{1,3}: (?:([0-9]{1,6}(?:\.[0-9]{1,6})?) GB/s|<inactive>)")
 
 
 def devices(limit_s: float = 20.0, messages: Path = Path("/dev/kmsg")) -> Iterator[Finding]:
     """Asks nvidia-smi, which may hang with its device. Yields nothing where there is none, or no device."""
     if (tool := shutil.which("nvidia-smi")) is None:
         return
-    command = [tool, f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader,nounits"]
+    try:
+        yield from _devices(tool, limit_s)
+    except subprocess.TimeoutExpired:
+        yield machine_checks.gpu_tool(f"no answer in {limit_s:g} s")
+    yield from machine_checks.xids(_xids(messages))
+
+
+def _devices(tool: str, limit_s: float) -> Iterator[Finding]:
+    query = [f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader,nounits"]
+    code, said = _answer([tool, *query], limit_s)
+    rows = [[word.strip() for word in line.split(",")] for line in said.splitlines()]
+    if code or any(len(row) != len(_GPU_FIELDS) for row in rows):
+        if "no devices" not in said.lower():
+            yield machine_checks.gpu_tool(one_line(said[:200]) or f"exit code {code}")
+        return
+    for number, name, driver, total, used, ecc, uncorrected in rows:
+        yield machine_checks.gpu(
+            number,
+            name,
+            driver,
+            memory_bytes=_digits(total) << 20,
+            used_bytes=_digits(used) << 20,
+            ecc=ecc,
+            uncorrected=int(uncorrected) if uncorrected.isdecimal() else None,
+        )
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        yield machine_checks.torch_for_gpus(metadata.version("torch"))
+    code, said = _answer([tool, "nvlink", "--status"], limit_s)
+    if not code:  # a tool that does not know the word says nothing about links
+        yield from machine_checks.nvlink(nvlinks_of(said))
+
+
+def _answer(command: Sequence[str], limit_s: float) -> tuple[int, str]:
+    """Returns (exit code, output). Raises TimeoutExpired, and leaves no wait behind."""
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -154,29 +189,23 @@ def devices(limit_s: float = 20.0, messages: Path = Path("/dev/kmsg")) -> Iterat
         process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):  # in the kernel it cannot be killed
             process.wait(1.0)
-        yield machine_checks.gpu_tool(f"no answer in {limit_s:g} s")
-        return
+        raise
     finally:
         if process.stdout is not None:
             process.stdout.close()
-    rows = [[word.strip() for word in line.split(",")] for line in said.splitlines()]
-    if process.returncode or any(len(row) != len(_GPU_FIELDS) for row in rows):
-        if "no devices" not in said.lower():
-            yield machine_checks.gpu_tool(one_line(said[:200]) or f"exit code {process.returncode}")
-        return
-    for number, name, driver, total, used, ecc, uncorrected in rows:
-        yield machine_checks.gpu(
-            number,
-            name,
-            driver,
-            memory_bytes=_digits(total) << 20,
-            used_bytes=_digits(used) << 20,
-            ecc=ecc,
-            uncorrected=int(uncorrected) if uncorrected.isdecimal() else None,
-        )
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        yield machine_checks.torch_for_gpus(metadata.version("torch"))
-    yield from machine_checks.xids(_xids(messages))
+    return process.returncode, said
+
+
+def nvlinks_of(said: str) -> dict[str, list[float | None]]:
+    """Returns GPU -> GB/s of each of its links, None for one that is down, from `nvidia-smi nvlink --status`."""
+    found: dict[str, list[float | None]] = {}
+    links: list[float | None] = []
+    for line in said.splitlines():
+        if gpu := _NVLINK_GPU.match(line):
+            links = found.setdefault(gpu[1], [])
+        elif link := _NVLINK.match(line):
+            links.append(float(link[1]) if link[1] else None)
+    return found
 
 
 def _digits(word: str) -> int:

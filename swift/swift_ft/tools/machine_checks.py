@@ -170,6 +170,22 @@ def gpu_tool(problem: str) -> Finding:
     return _judge("gpu", f"nvidia-smi: {problem}", (True, WARN, "load the driver, or reset the device"))
 
 
+def nvlink(by_gpu: Mapping[str, Sequence[float | None]]) -> Iterator[Finding]:
+    """`by_gpu`: GB/s of each of a GPU's links, None for one that is down. A machine without any that is up has none to
+    lose: a single GPU, or one without a bridge."""
+    up = {gpu: [speed for speed in links if speed is not None] for gpu, links in by_gpu.items()}
+    for gpu, speeds in up.items() if any(up.values()) else ():
+        yield _judge(
+            f"nvlink of gpu {gpu}",
+            f"{len(speeds)} of {len(by_gpu[gpu])} links up, {sum(speeds):.0f} GB/s",
+            (
+                len(speeds) < len(by_gpu[gpu]) or sum(speeds) < max(map(sum, up.values())),
+                WARN,
+                "its messages take a slower way than those of others: nvidia-smi nvlink --errorcounters, dmesg",
+            ),
+        )
+
+
 def torch_for_gpus(torch: str) -> Finding:
     advice = "install torch for CUDA: https://pytorch.org/get-started"
     return _judge("torch for GPUs", torch, (torch.endswith("+cpu"), WARN, advice))

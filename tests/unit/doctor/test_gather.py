@@ -232,6 +232,50 @@ def test_a_tool_that_cannot_tell(
     assert all(words in line[2] and line[1] == "warn" for words, line in zip(found, said, strict=True))
 
 
+LINKS = """\
+GPU {number}: NVIDIA H200 (UUID: GPU-1b2c)
+\t Link 0: 26.562 GB/s
+\t Link 1: {second}
+"""
+SLOW, DOWN = LINKS.format(number=1, second="13.281 GB/s"), LINKS.format(number=1, second="<inactive>")
+NONE = LINKS.format(number=1, second="<inactive>").replace("26.562 GB/s", "<inactive>")
+GOOD = LINKS.format(number=0, second="26.562 GB/s")
+
+
+@pytest.mark.parametrize(
+    ("status", "found"),
+    [
+        (f"echo '{GOOD}'", {"0": ("ok", "2 of 2 links up, 53 GB/s")}),
+        (f"echo '{GOOD}{DOWN}'", {"0": ("ok", "2 of 2"), "1": ("warn", "1 of 2 links up, 27 GB/s")}),
+        (f"echo '{GOOD}{SLOW}'", {"0": ("ok", "2 of 2"), "1": ("warn", "2 of 2 links up, 40 GB/s")}),
+        (f"echo '{GOOD}{NONE}'", {"0": ("ok", "2 of 2"), "1": ("warn", "0 of 2 links up, 0 GB/s")}),
+        (f"echo '{NONE}'", {}),
+        ("echo 'no such option: nvlink'; exit 2", {}),
+    ],
+    ids=["up", "one is down", "one is slow", "all of one are down", "none", "an old tool"],
+)
+def test_nvlinks_are_looked_at(
+    status: str, found: dict[str, tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = (
+        f"if [ \"$1 $2\" = 'nvlink --status' ]; then {status}\nelse echo '{ONE_GPU.format(errors=0)}'; fi"
+    )
+    said = {
+        check.removeprefix("nvlink of gpu "): (judged, words)
+        for check, judged, words in gpus(tmp_path, monkeypatch, script)
+        if check.startswith("nvlink")
+    }
+    assert said.keys() == found.keys()
+    assert all(
+        said[gpu][0] == judged and said[gpu][1].startswith(words) for gpu, (judged, words) in found.items()
+    )
+
+
+def test_links_that_are_not_told_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = f"[ $1 = nvlink ] && exec sleep 60; echo '{ONE_GPU.format(errors=0)}'"
+    assert [line[:2] for line in gpus(tmp_path, monkeypatch, script)] == [("gpu 0", "ok"), ("gpu", "warn")]
+
+
 def test_nothing_is_said_where_there_is_no_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert list(doctor.devices()) == []
