@@ -112,7 +112,8 @@ def requirements() -> list[str]:
     said = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project = said["project"]
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *extras["train"], *extras["test"], *said["build-system"]["requires"]]
+    used = [*extras["train"], *extras["lab"], *extras["test"]]
+    wanted = [*project["dependencies"], *used, *said["build-system"]["requires"]]
     return [each for each in wanted if name_of(each) not in ("torch", project["name"])]
 
 

@@ -23,7 +23,7 @@ def test_every_test_and_trainer_is_there() -> None:
 
 def test_what_is_installed_beside_torch_is_what_tests_need() -> None:
     names = {environment.name_of(each) for each in environment.requirements()}
-    assert {"grpcio", "numpy", "numcodecs", "pytest", "hatchling"} <= names
+    assert {"grpcio", "numpy", "numcodecs", "rich", "pytest", "hatchling"} <= names
     assert not names & {"torch", "swift-ft"}
     assert "torch==" not in environment.constraints()
 

@@ -405,8 +405,10 @@ class LaunchPlan:
 
 def make_plan(argv: Sequence[str]) -> LaunchPlan:
     parser = make_parser()
-    # Machines are numbered only if these were given.
-    unset = {name: os.environ.get(f"PET_{name.upper()}") for name in ("node_rank", "master_addr")}
+    # Machines are numbered only if these were given; torch 2.11 has a port by default.
+    unset = {
+        name: os.environ.get(f"PET_{name.upper()}") for name in ("node_rank", "master_addr", "master_port")
+    }
     parser.set_defaults(**unset)
     args = parser.parse_args(argv)
     _check(args)
