@@ -76,6 +76,10 @@ def _published_without_a_look(capture: DeviceCapture) -> None:
         capture._producer.complete(capture._under_way.popleft().end)
 
 
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 _hold = Accelerator.hold
 
 
@@ -225,10 +229,10 @@ MUTANTS = {
         _no_hold_of_training,
         test_capture.test_what_follows_the_settling_may_overwrite_it,
     ),
-    "overwritten while lent, at once": Mutant(
-        Accelerator,
-        "hold",
-        _no_hold_of_training,
+    "overwritten at once": Mutant(
+        DeviceCapture,
+        "_own",
+        staticmethod(_itself),
         test_capture.test_what_may_change_after_the_call_may_change_at_once,
     ),
     "a sum beside its caller's stream": Mutant(

@@ -47,7 +47,8 @@ from swift_ft.train.transcript import INPUT, LOSS, RESULT, SENT, TARGET
 #
 #     (record)  side stream waits for the work queued on the training stream → copies → an event after the copy
 #     (record, later)  events are polled; records whose event is over are published, in order, whole
-#     (wait_copied)  the training stream waits on the device for the newest event: later work may overwrite the tensor
+#     (wait_copied)  the training stream waits on the device for the newest event of a tensor that is lent: later work
+#                    may overwrite it. What may change before that is copied on the device, and its copy is recorded
 #
 # Tests of DeviceCapture run on the simulated device (`tests/device/test_capture.py`), and the same functions on CUDA
 # where there is one (`tests/gpu`).
@@ -161,6 +162,8 @@ class DeviceCapture:
         self._host = HostCapture(writer)
         self._under_way: deque[_UnderWay] = deque()
         self._lent: deque[_Lent] = deque()
+        self._lent_until: Event | None = None
+        """The newest copy of a lent tensor is over."""
         self._memory, self._producer = writer.lend_ring(self)
         self._unpin = device.pin(self._memory.address + CONTROL_BYTES, self._memory.capacity)
         self._ring = torch.frombuffer(self._memory.data, dtype=torch.uint8)
@@ -172,6 +175,8 @@ class DeviceCapture:
             self._host.record(stream, key, tensor, now=True, keep=keep)
             return
         flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        if changing := now or flat.is_inference():
+            flat = self._own(flat)  # before a place in the ring is taken: memory may be used up
         size = flat.nbytes
         end = self._writer.append_at(stream, key, dtype_name(tensor), tuple(tensor.shape), 0, size, keep=keep)
         if end < 0 or not size:
@@ -181,15 +186,20 @@ class DeviceCapture:
         reached = self._device.copy_out(self._ring[at : at + size], source, self._side)
         event = self._device.mark(self._side)
         self._under_way.append(_UnderWay(end, size, reached, event, self._wholeness()))
-        if now or flat.is_inference():
-            self._device.hold(event)
-        else:
+        if not changing:
+            self._lent_until = event
             self._lent.append(_Lent(end, flat, flat._version, stream, key))
+
+    @staticmethod
+    def _own(tensor: torch.Tensor) -> torch.Tensor:
+        """Copies what may change after the call, on the device: training would have to wait for a copy to the host."""
+        return tensor.clone()
 
     def wait_copied(self) -> None:
         self._publish()
-        if self._under_way:
-            self._device.hold(self._under_way[-1].event)
+        if self._lent_until is not None:
+            self._device.hold(self._lent_until)
+            self._lent_until = None
         while self._lent:
             self._lent.popleft().check()
 
