@@ -273,6 +273,11 @@ void release(int64_t number) {
   holds.at(size_t(number))->pass(1);
 }
 
+// As torch.cuda._sleep, at 1 GHz: the current stream stands still, and no core is busy.
+void sleep_cycles(int64_t cycles) {
+  current_queue(current_device).push([cycles] { std::this_thread::sleep_for(std::chrono::nanoseconds(cycles)); });
+}
+
 StreamId new_stream(DeviceIndex d) {
   auto& m = machine();
   std::lock_guard lock(machine_lock);
@@ -983,6 +988,7 @@ TORCH_LIBRARY(simulated, m) {
   m.def("launch", launch_kernel);
   m.def("on_wait", [](int64_t function) { on_wait = reinterpret_cast<OnWait>(function); });
   m.def("set_patience", [](double seconds) { patience_s = seconds; });
+  m.def("sleep", sleep_cycles);
   m.def("hold", hold);
   m.def("release", release);
 }

@@ -15,6 +15,7 @@ import struct
 import subprocess
 import sys
 import types
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -65,6 +66,7 @@ def _make(target: Path, words: list[str], program: str = "", older: str = "") ->
 
 _waits: Counter[tuple[str, str]] = Counter()
 _refusing = 0
+_warning = False
 _HERE = str(Path(__file__))
 _ROOT = Path(__file__).parents[2]
 LINES = 8
@@ -90,7 +92,15 @@ def _on_wait(what: bytes) -> int:
     if directory := os.environ.get("SIMULATED_WAITS"):
         with (Path(directory) / str(os.getpid())).open("a") as file:
             file.write(f"{what.decode()} | {where}\n")
+    if _warning:
+        warnings.warn(f"called a synchronizing operation: {what.decode()} ({where})", stacklevel=2)
     return _refusing
+
+
+def set_sync_debug_mode(mode: str) -> None:
+    """As torch.cuda's: "warn" lets each wait of the host warn, "default" lets none."""
+    global _warning
+    _warning = mode == "warn"
 
 
 def waits() -> dict[tuple[str, str], int]:
@@ -279,6 +289,8 @@ def load() -> types.ModuleType:
         "get_rng_state": lambda device=None: generators[_index(device)].get_state(),
         "set_rng_state": lambda state, device=None: generators[_index(device)].set_state(state),
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16, torch.float32],
+        "set_sync_debug_mode": set_sync_debug_mode,
+        "_sleep": ops.sleep,
         "pin": ops.pin,
         "unpin": ops.unpin,
         "_compile_kernel": _compile_kernel,

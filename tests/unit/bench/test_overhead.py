@@ -2,15 +2,20 @@
 
 import os
 import random
+import subprocess
+import sys
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from swift_ft.errors import UsageError
 from swift_ft.lab.bench import output
 from swift_ft.lab.bench.command import run
-from swift_ft.lab.bench.overhead import Size, evaluate, measure, text
+from swift_ft.lab.bench.overhead import Size, evaluate, evaluate_device, measure, text
 from swift_ft.lab.drill.topology import MODELS
+from tests.device import simulated
 
 SIZE = Size(model=MODELS["tiny"], goal=1.35)
 
@@ -29,6 +34,50 @@ def test_ratios_are_of_the_same_round_and_cpu_adds_up() -> None:
     assert found["cpu_ms"]["session"] == {"ranks": pytest.approx(200), "sidecars": pytest.approx(100)}
     assert found["cpu_ratio"] == pytest.approx(1.5)
     assert text(found)[-2].split() == ["together", "200.00", "300.00"]
+
+
+def answers(waits: int, held_s: float = 0.0, copies_s: tuple[float, ...] = ()) -> list[dict[str, Any]]:
+    """Of two ranks in a slice of two steps."""
+    rank = {"waits": waits, "seconds": 1.0, "records_s": [5e-5, 7e-5, 6e-5], "copies_s": [], "held_s": 0.0}
+    return [rank, {**rank, "copies_s": list(copies_s), "held_s": held_s}]
+
+
+@pytest.mark.parametrize(
+    ("recording", "late", "held_s", "verdict"),
+    [(4, 4, 0.018, "PASS"), (5, 4, 0.018, "FAIL"), (4, 5, 0.018, "FAIL"), (4, 4, 0.022, "FAIL")],
+)
+def test_a_wait_more_or_more_than_one_late_copy_a_step_fails(
+    recording: int, late: int, held_s: float, verdict: str
+) -> None:
+    slices = {
+        "without": answers(4),
+        "recording": answers(recording, 0.001, (0.001,)),
+        "late": answers(late, held_s, (0.009, 0.01, 0.02)),
+    }
+    found = evaluate_device([slices] * 3, slice_steps=2)
+    assert found["verdict"] == verdict
+    assert found["copies_waited_for"] == pytest.approx(held_s / 2 / 0.01)
+    assert found["record_us"] == pytest.approx(60)
+    assert found["waits"]["without"] == 2
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(simulated.compiler() is None, reason="no C++ compiler: g++ makes the simulated device")
+def test_recording_on_a_device_adds_no_wait(tmp_path: Path) -> None:
+    simulated.library()  # the ranks find it compiled
+    root = Path(__file__).parents[3]
+    path = os.pathsep.join([str(root / "tests" / "device" / "plugin"), str(root)])
+    words = ["--device", simulated.NAME, "--rounds", "3", "--slice-steps", "3"]
+    done = subprocess.run(
+        [sys.executable, "-m", "swift_ft.cli", "bench", "overhead", *words],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "at most one copy: PASS" in done.stdout
 
 
 @pytest.mark.matrix
@@ -70,7 +119,8 @@ def test_the_interval_covers_the_median_as_often_as_it_says() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["--rounds", "0"], ["--slice-steps", "0"], ["--json", "/nowhere/here.json"]]
+    "words",
+    [["--rounds", "0"], ["--slice-steps", "0"], ["--json", "/nowhere/here.json"], ["--device", "cuda"]],
 )
 def test_bad_arguments_are_refused(words: list[str]) -> None:
     with pytest.raises(UsageError):

@@ -2,6 +2,8 @@
 
     plain     torch alone: four ranks, 1F1B, AdamW, clipping, a scheduler (`overhead_ranks`)
     session   the same loop under a session, with its sidecars, a log server, a coordinator and a launcher
+With `--device` the ranks of both jobs are on a device, under a session; one of the two records (`recording_on`).
+
 Both jobs run at the same time and take turns in short slices; a ratio is taken within a round. CPU time is that of all
 processes, by kind, because a busy machine changes it far less than wall time. On cores that are shared and fully used
 the difference equals the extra time of a step.
@@ -27,6 +29,8 @@ from swift_ft.lab.drill.topology import MODELS, ModelConfig
 from swift_ft.text import show, table
 
 MODES = ("plain", "session")
+LATE = "late"
+"""A slice whose copies of records are late (`overhead_ranks`)."""
 STAGES, MICROBATCHES = 4, 8
 ANSWER_S = 300.0
 _RANKS = "swift_ft.lab.bench.overhead_ranks"
@@ -88,12 +92,16 @@ class Job:
     def slice(self, steps: int) -> dict[str, Any]:
         """Runs the next slice. Returns a step's wall seconds, and its CPU seconds by kind of process."""
         before = self._cpu_s()
-        for line in self._lines:
-            line.write("go\n")
-            line.flush()
-        seconds = max(answer["seconds"] for answer in self._answers())
+        seconds = max(answer["seconds"] for answer in self.ask("go"))
         cpu_s = {kind: (after - before[kind]) / steps for kind, after in self._cpu_s().items()}
         return {"step_s": seconds / steps, "cpu_s": cpu_s}
+
+    def ask(self, word: str) -> list[dict[str, Any]]:
+        """Runs the next slice. Returns what each rank answers."""
+        for line in self._lines:
+            line.write(f"{word}\n")
+            line.flush()
+        return self._answers()
 
     def _cpu_s(self) -> dict[str, float]:
         return {kind: sum(map(output.cpu_s, pids)) for kind, pids in self.pids.items()}
@@ -167,6 +175,81 @@ def measure(size: Size, rounds: int, slice_steps: int, stages: int = STAGES) -> 
         return measured[1:]  # the first one was a warm-up
 
 
+DEVICE_STAGES = 2
+
+
+def recording_on(device: str, rounds: int, slice_steps: int) -> list[dict[str, Any]]:
+    """Returns for each round the answers of all ranks on the device: without recording, with it, and with it while each
+    copy is late."""
+    with ExitStack() as stack:
+        place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="swift-bench-")))
+        config = {
+            "model": asdict(MODELS["paced"]),
+            "stages": DEVICE_STAGES,
+            "microbatches": MICROBATCHES,
+            "slice_steps": slice_steps,
+            "steps": (2 * rounds + 4) * slice_steps,
+            "device": device,
+        }
+        jobs = {}
+        for name, groups in (("without", f"0-{DEVICE_STAGES - 1}"), ("recording", "")):
+            (place / name).mkdir()
+            jobs[name] = session_job(place / name, config | {"groups": groups}, stack)
+        measured = [
+            {
+                "without": jobs["without"].ask("go"),
+                "recording": jobs["recording"].ask("go"),
+                LATE: jobs["recording"].ask(LATE),
+            }
+            for _ in range(rounds + 1)
+        ]
+        return measured[1:]  # in the first steps a session learns what a step changes
+
+
+def evaluate_device(rounds: Sequence[Mapping[str, Any]], slice_steps: int) -> dict[str, Any]:
+    """Computes waits in a step, the host time of a record, and how many late copies the training stream waits for in a
+    step: of the rank that waits most, over the median copy of its slice."""
+    waits = {
+        mode: [max(rank["waits"] for rank in answers) / slice_steps for answers in (r[mode] for r in rounds)]
+        for mode in ("without", "recording", LATE)
+    }
+    records_s = [second for r in rounds for rank in r["recording"] for second in rank["records_s"]]
+    held = [
+        max(
+            rank["held_s"] / slice_steps / statistics.median(rank["copies_s"])
+            for rank in r[LATE]
+            if rank["copies_s"]
+        )
+        for r in rounds
+    ]
+    ratios = [
+        max(rank["seconds"] for rank in r["recording"]) / max(rank["seconds"] for rank in r["without"])
+        for r in rounds
+    ]
+    found = {
+        "waits": {mode: max(seen) for mode, seen in waits.items()},
+        "record_us": 1e6 * statistics.median(records_s),
+        "late_copy_ms": 1e3
+        * statistics.median(s for r in rounds for rank in r[LATE] for s in rank["copies_s"]),
+        "copies_waited_for": statistics.median(held),
+        "step_ratio": statistics.median(ratios),
+    }
+    more = max(max(waits[mode]) for mode in ("recording", LATE)) > min(waits["without"])
+    return found | {"verdict": "FAIL" if more or found["copies_waited_for"] > 1 else "PASS"}
+
+
+def device_text(device: str, found: Mapping[str, Any]) -> list[str]:
+    waits = found["waits"]
+    return [
+        f"on {device}, {DEVICE_STAGES} ranks: a step with recording takes {found['step_ratio']:.3f} of one without",
+        f"a record takes {found['record_us']:.0f} us of the host",
+        f"the host waits {waits['without']:g} times a step without recording, {waits['recording']:g} with it",
+        f"copies that take {found['late_copy_ms']:.1f} ms hold the training stream up by "
+        f"{found['copies_waited_for']:.2f} copies a step; the host waits {waits[LATE]:g} times",
+        f"goal: no wait more, and at most one copy: {found['verdict']}",
+    ]
+
+
 def evaluate(name: str, size: Size, rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Computes the ratio, the verdict, and CPU milliseconds per step by mode and kind of process."""
     ratios = [r["session"]["step_s"] / r["plain"]["step_s"] for r in rounds]
@@ -214,13 +297,34 @@ def text(result: Mapping[str, Any]) -> list[str]:
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("--pipeline", action="store_true", help="what is measured in any case")
     parser.add_argument("--size", choices=SIZES, action="append", help="of its steps (default: both)")
+    parser.add_argument(
+        "--device",
+        default="cpu",
+        metavar="TYPE",
+        help="instead: what recording costs on a device, as cuda: waits of the host, and of the training stream for "
+        "late copies",
+    )
     parser.add_argument("--rounds", type=int, default=30, metavar="N", help="default %(default)s")
     parser.add_argument("--slice-steps", type=int, default=10, metavar="N", help="default %(default)s")
+
+
+def _run_on(device: str, rounds: int, slice_steps: int) -> dict[str, Any]:
+    from swift_ft.device import device_types  # torch takes a second to import
+
+    if device not in device_types()[1:]:
+        raise UsageError(
+            f"--device {device}: torch finds {', '.join(device_types()[1:]) or 'no device'} here"
+        )
+    found = evaluate_device(recording_on(device, rounds, slice_steps), slice_steps)
+    show(device_text(device, found))
+    return {"machine": output.machine(), "device": device, **found}
 
 
 def run(arguments: Any) -> dict[str, Any]:
     if arguments.rounds < 1 or arguments.slice_steps < 1:
         raise UsageError("--rounds and --slice-steps take 1 or more")
+    if arguments.device != "cpu":
+        return _run_on(arguments.device, arguments.rounds, arguments.slice_steps)
     on = output.machine()
     print(
         f"{on}; {STAGES} ranks, medians of {arguments.rounds} rounds, slices of {arguments.slice_steps} steps"

@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -21,9 +22,11 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules
 
 import swift_ft
+from swift_ft.lab.bench.overhead import LATE
 from swift_ft.lab.drill.model import ByteLoader, loss_fn, make_stage, standard_library
 from swift_ft.lab.drill.topology import ModelConfig
 from swift_ft.lab.drill.trainer import make_scheduler
+from swift_ft.train.boundary_log import DeviceCapture
 
 SEED = 0
 MAX_NORM = 1.0
@@ -34,8 +37,10 @@ FLUSH_S = 60.0
 class Slices:
     """A rank's connection to the benchmark."""
 
-    def __init__(self, path: str, steps: int, drain: Callable[[], None], **about: Any) -> None:
-        self._steps, self._drain, self._about = steps, drain, about
+    def __init__(
+        self, path: str, steps: int, drain: Callable[[], None], watch: "Watch | None", **about: Any
+    ) -> None:
+        self._steps, self._drain, self._watch, self._about = steps, drain, watch, about
         with socket.socket(socket.AF_UNIX) as line:
             line.settimeout(ANSWER_S)
             line.connect(path)
@@ -48,13 +53,83 @@ class Slices:
             return
         seconds = time.perf_counter() - self._began
         self._drain()
-        self._line.write(
-            json.dumps({"seconds": seconds} if step else {"pid": os.getpid(), **self._about}) + "\n"
-        )
+        seen = {} if self._watch is None else self._watch.seen()
+        answer = {"seconds": seconds, **seen} if step else {"pid": os.getpid(), **self._about}
+        self._line.write(json.dumps(answer) + "\n")
         self._line.flush()
-        if not self._line.readline():
+        if not (line := self._line.readline()):
             os._exit(0)
+        if self._watch is not None:
+            self._watch.begin(late=line.strip() == LATE)
         self._began = time.perf_counter()
+
+
+LATE_CYCLES = 8_000_000
+"""For about so many nanoseconds the device's copies of records are late, if they are to be."""
+
+
+class Watch:
+    """Sees what recording does on a device: host waits, host time of each record, and for how long the training stream
+    stands still for a copy. Late copies are those of a slow copy engine.
+
+    CUDA tells of torch's own waits alone."""
+
+    def __init__(self, kind: str) -> None:
+        self._module: Any = torch.get_device_module(kind)
+        self._late = False
+        self._waits = 0
+        self._records_s: list[float] = []
+        self._held: list[tuple[torch.Event, torch.Event]] = []
+        self._copies: list[tuple[torch.Event, torch.Event]] = []
+        warnings.filterwarnings("always", "called a synchronizing")
+        warnings.showwarning = self._note
+        record, wait_copied = DeviceCapture.record, DeviceCapture.wait_copied
+
+        def recorded(capture: DeviceCapture, *args: Any, **options: Any) -> None:
+            before, side = self._mark(), capture._side
+            with side:
+                begun = self._mark()
+                if self._late:
+                    self._module._sleep(LATE_CYCLES)
+            began = time.perf_counter()
+            record(capture, *args, **options)
+            self._records_s.append(time.perf_counter() - began)
+            with side:
+                self._copies.append((begun, self._mark()))
+            self._held.append((before, self._mark()))
+
+        def waited(capture: DeviceCapture) -> None:
+            before = self._mark()
+            wait_copied(capture)
+            self._held.append((before, self._mark()))
+
+        patched: Any = DeviceCapture
+        patched.record, patched.wait_copied = recorded, waited
+
+    def _note(self, message: Warning | str, *_: Any, **__: Any) -> None:
+        self._waits += "called a synchronizing" in str(message)
+
+    def _mark(self) -> torch.Event:
+        event = torch.Event(device=torch.accelerator.current_accelerator(), enable_timing=True)
+        event.record(torch.accelerator.current_stream())
+        return event
+
+    def begin(self, *, late: bool) -> None:
+        self._late, self._waits = late, 0
+        self._module.set_sync_debug_mode("warn")
+
+    def seen(self) -> dict[str, Any]:
+        """Returns what was seen since `begin`."""
+        self._module.set_sync_debug_mode("default")
+        torch.accelerator.synchronize()
+        found = {
+            "waits": self._waits,
+            "records_s": self._records_s,
+            "copies_s": [first.elapsed_time(last) / 1e3 for first, last in self._copies],
+            "held_s": sum(first.elapsed_time(last) for first, last in self._held) / 1e3,
+        }
+        self._records_s, self._copies, self._held = [], [], []
+        return found
 
 
 class Plain:
@@ -66,8 +141,8 @@ class Plain:
         backend = dist.get_default_backend_for_device("cpu")
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=config["stages"])
 
-    def pipeline_stage(self, module: torch.nn.Module, index: int, count: int) -> Any:
-        return pipelining.PipelineStage(module, index, count, next(module.parameters()).device)
+    def pipeline_stage(self, module: torch.nn.Module, index: int, count: int, device: str) -> Any:
+        return pipelining.PipelineStage(module, index, count, torch.device(device))
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         return optimizer
@@ -94,20 +169,28 @@ def train(config: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     model, stages, microbatches = ModelConfig(**config["model"]), config["stages"], config["microbatches"]
     loop: Any
+    device, watch = config.get("device", "cpu"), None
+    if device != "cpu":
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count())
+        torch.use_deterministic_algorithms(torch.device(device).type == "cuda")
+        watch = Watch(device)
     if "SWIFT_JOB" in os.environ:
         # A checkpoint is never due: users without swift save checkpoints, too, so their cost is not compared.
         loop = swift_ft.Session.from_env(
-            seed=SEED, checkpoint_every=config["steps"] + 1, last_checkpoint=False
+            seed=SEED,
+            checkpoint_every=config["steps"] + 1,
+            last_checkpoint=False,
+            groups=config.get("groups", ""),
         )
         writer = loop._engine.log.writer
         # Until the ring's records are durable, so that a slice leaves no work to the next one.
         about = {"drain": lambda: writer.flush(FLUSH_S), "sidecar": writer.pid}
     else:
         loop, about = Plain(config), {"drain": lambda: None}
-    slices = Slices(config["socket"], config["slice_steps"], **about)
-    module = make_stage(model, loop.rank, stages, SEED)
+    slices = Slices(config["socket"], config["slice_steps"], watch=watch, **about)
+    module = make_stage(model, loop.rank, stages, SEED).to(device)
     parameters = list(module.parameters())
-    stage = loop.pipeline_stage(module, loop.rank, stages)
+    stage = loop.pipeline_stage(module, loop.rank, stages, device)
     schedule = schedules.Schedule1F1B(stage, microbatches, loss_fn=loss_fn)
     optimizer = loop.optimizer(torch.optim.AdamW(parameters))
     scheduler = make_scheduler(optimizer, config["steps"])
@@ -117,7 +200,7 @@ def train(config: dict[str, Any]) -> None:
 
     def train_step(step: int) -> None:
         slices.before(step)
-        inputs, targets = next(loader)
+        inputs, targets = (part.to(device) for part in next(loader))
         losses: list[torch.Tensor] = []
         optimizer.zero_grad()
         given: dict[str, Any] = {"target": targets, "losses": losses} if last else {}
