@@ -1,4 +1,7 @@
-"""A device that hangs is told from a host that is slow, and nobody waits for it."""
+"""A device that hangs is told from a host that is slow, and nobody waits for it.
+
+On the simulated device here, on CUDA by tests/gpu.
+"""
 
 import os
 from collections.abc import Iterator
@@ -10,9 +13,8 @@ import torch
 
 from swift_ft import device
 from swift_ft.device import Pulse
-from tests.device.simulated import held, no_waits
+from tests.device.machine import held, here, no_waits
 
-DEVICE = "simulated"
 BOUND_S = 30.0
 
 
@@ -35,7 +37,7 @@ def clock() -> Iterator[Clock]:
 
 def begun() -> Pulse:
     """A step has ended, so there is a bound."""
-    pulse, x = Pulse(BOUND_S, 2.0), torch.ones(3, device=DEVICE)
+    pulse, x = Pulse(BOUND_S, 2.0), torch.ones(3, device=here())
     with pulse.step():
         (x * 2).cpu()
     assert not pulse.hangs()
@@ -48,7 +50,7 @@ def looks(pulse: Pulse) -> list[str]:
 
 def test_a_device_that_hangs_is_named_after_the_bound() -> None:
     with clock() as time:
-        pulse, x = begun(), torch.ones(3, device=DEVICE)
+        pulse, x = begun(), torch.ones(3, device=here())
         with pulse.step(), held():
             x * 2
             assert looks(pulse) == [""] * Pulse.LOOKS  # within the bound
@@ -62,7 +64,7 @@ def test_a_device_that_hangs_is_named_after_the_bound() -> None:
 
 def test_a_host_that_is_slow_is_not_taken_for_it() -> None:
     with clock() as time:
-        pulse, x = begun(), torch.ones(3, device=DEVICE)
+        pulse, x = begun(), torch.ones(3, device=here())
         with pulse.step():
             time.pass_bound()
             for _ in range(2 * Pulse.LOOKS):
@@ -75,7 +77,7 @@ def test_a_host_that_is_slow_is_not_taken_for_it() -> None:
 
 def test_a_first_step_has_no_bound() -> None:
     with clock() as time:
-        pulse, x = Pulse(BOUND_S), torch.ones(3, device=DEVICE)
+        pulse, x = Pulse(BOUND_S), torch.ones(3, device=here())
         with pulse.step(), held():
             x * 2
             time.pass_bound()
@@ -84,10 +86,10 @@ def test_a_first_step_has_no_bound() -> None:
 
 def test_a_device_that_has_failed_meanwhile_is_named() -> None:
     with clock() as time:
-        pulse, x = begun(), torch.ones(3, device=DEVICE)
+        pulse, x = begun(), torch.ones(3, device=here())
         try:
             with pulse.step():
-                x.index_select(0, torch.full((1,), 7, device=DEVICE))
+                x.index_select(0, torch.full((1,), 7, device=here()))
                 time.pass_bound()
                 while "has failed" not in (said := pulse.hangs()):
                     pass  # the kernel is under way

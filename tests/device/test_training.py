@@ -1,5 +1,5 @@
 """A GPT trains on the simulated device: the same bits twice over, those of the CPU where both draw no random numbers,
-and the host waits for nothing."""
+and the host waits for nothing. By tests/gpu on CUDA."""
 
 import contextlib
 
@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.device.simulated import no_waits
+from tests.device.machine import here, no_waits
 
 # B batch, T positions, D model, H heads, V words
 B, T, D, H, V = 4, 16, 32, 4, 64
@@ -80,12 +80,18 @@ def equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("optimizer", ["for-loop", "foreach", "fused"])
 def test_a_gpt_trains(optimizer: str, autocast: bool) -> None:
-    first = train("simulated", optimizer, 0.1, autocast)
-    assert equal(first, train("simulated", optimizer, 0.1, autocast))
-    without_dropout = train("simulated", optimizer, 0.0, autocast)
+    kind = here().type
+    torch.use_deterministic_algorithms(kind == "cuda")
+    try:
+        first = train(kind, optimizer, 0.1, autocast)
+        assert equal(first, train(kind, optimizer, 0.1, autocast))
+        without_dropout = train(kind, optimizer, 0.0, autocast)
+    finally:
+        torch.use_deterministic_algorithms(False)
     assert not equal(first, without_dropout)
-    assert equal(without_dropout, train("cpu", optimizer, 0.0, autocast))
     assert without_dropout[-1] < without_dropout[-STEPS]
+    if kind == "simulated":  # it has the CPU's kernels
+        assert equal(without_dropout, train("cpu", optimizer, 0.0, autocast))
 
 
 def test_fsdp2_trains_on_its_side_streams() -> None:
