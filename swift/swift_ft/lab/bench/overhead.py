@@ -176,6 +176,8 @@ def measure(size: Size, rounds: int, slice_steps: int, stages: int = STAGES) -> 
 
 
 DEVICE_STAGES = 2
+ONE_COPY = 1.5
+"""A wait for one copy also has the time until the stream wakes up; a wait for two copies has more."""
 
 
 def recording_on(device: str, rounds: int, slice_steps: int) -> list[dict[str, Any]]:
@@ -235,7 +237,7 @@ def evaluate_device(rounds: Sequence[Mapping[str, Any]], slice_steps: int) -> di
         "step_ratio": statistics.median(ratios),
     }
     more = max(max(waits[mode]) for mode in ("recording", LATE)) > min(waits["without"])
-    return found | {"verdict": "FAIL" if more or found["copies_waited_for"] > 1 else "PASS"}
+    return found | {"verdict": "FAIL" if more or found["copies_waited_for"] > ONE_COPY else "PASS"}
 
 
 def device_text(device: str, found: Mapping[str, Any]) -> list[str]:
