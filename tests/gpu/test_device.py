@@ -23,18 +23,11 @@ OF_THE_SIMULATED = {
     "test_fsdp2_trains_on_its_side_streams",  # makes a process group
 }
 
-for _module in (
-    *(
-        test_accelerator,
-        test_capture,
-        test_profile,
-        test_pulse,
-        test_staging,
-        test_state,
-        test_training,
-        test_undo,
-    ),
-):
+MODULES = (
+    *(test_accelerator, test_capture, test_profile, test_pulse),
+    *(test_staging, test_training, test_undo),
+)
+for _module in MODULES:
     globals().update(
         {
             name: test
