@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from tests.integration.forked import Forks
 
 # The same examples in every run: what is merged is not stopped by an old fault that chance finds just then.
-# `scripts/test --hypothesis-profile=explore` looks for new ones.
-settings.register_profile("repeatable", derandomize=True)
-settings.register_profile("explore", derandomize=False)
+# `scripts/test --hypothesis-profile=explore` looks for new ones. No test is timed: other work may share the machine.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile("explore", derandomize=False, deadline=None)
 settings.load_profile("repeatable")
 
 # Of the jobs that tests start, those rehearse recoveries whose test says so (`--rehearse`).
