@@ -100,6 +100,22 @@ def test_all_bits_come_back(dtype: str, counted: bool) -> None:
             assert models.image(optimizer) == models.image(plain), (name, implementation, step)
 
 
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("Adam", {"betas": [0.0, 0.999]}), ("AdamW", {"lr": 1.0, "weight_decay": 1.0})],
+)
+def test_a_step_without_an_inverse_is_copied_for_the_same_reason_as_on_a_cpu(
+    name: str, settings: dict[str, Any]
+) -> None:
+    kind = getattr(torch.optim, name)
+    why = {
+        Journal(kind([torch.nn.Parameter(torch.zeros(4, device=place))], **settings), undo="exact").why
+        for place in (here().type, "cpu")
+    }
+    assert len(why) == 1
+    assert "copies of the buckets in flight are kept" in why.pop()
+
+
 def test_a_step_and_its_undo_are_queued() -> None:
     """Both are over for the host before the device has begun with them; what comes next in the stream sees the undo."""
     parameters, optimizer = made("adamw", "foreach", "float32")

@@ -10,7 +10,7 @@ import copy
 import inspect
 import random
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import is_
@@ -310,30 +310,40 @@ class Journal:
         if known is None:
             self.why = f"{name} is no class that swift knows: one bucket, and copies of it are kept"
             return "preimage"
-        reasons = [self._refusal(group) for group in self._optimizer.param_groups]
+        reasons = [self._refusal(group, group["params"]) for group in self._optimizer.param_groups]
         if any(reasons):
             reason = next(filter(None, reasons))
             which = "" if all(reasons) else " of some groups"
             self.why = f"{name} has no inverse ({reason}): copies of the buckets{which} in flight are kept"
         return "preimage" if all(reasons) else undo
 
-    def _refusal(self, group: dict[str, Any]) -> str:
+    def _refusal(self, group: dict[str, Any], parameters: Sequence[torch.nn.Parameter]) -> str:
+        """Returns why steps of these parameters of the group are not computed backwards; empty if they are."""
         if self._known not in RULES:
             return "none is known"
-        if kernels.library() is None and any(p.device.type == "cpu" for p in group["params"]):
+        kinds = {(p.device, p.dtype) for p in parameters}
+        on_cpu = [dtype for device, dtype in kinds if device.type == "cpu"]
+        if on_cpu and kernels.library() is None:
             return "swift's compiled code is not there"
-        for device, dtype in {(p.device, p.dtype) for p in group["params"] if p.device.type != "cpu"}:
-            if reason := self._refusal_on(device, dtype, group):
-                return reason
         if self._known is torch.optim.SGD and group["fused"]:
-            if any(p.device.type == "cpu" and p.element_size() == 2 for p in group["params"]):
+            if any(dtype.itemsize == 2 for dtype in on_cpu):
                 # pytorch issue 191763: parameters do not change, momentum becomes garbage.
                 return "torch's fused SGD is wrong for 16 bits on a CPU"
             if getattr(self._optimizer, "found_inf", None) is not None:
                 return "fused SGD changes its momentum in steps that a scaler skips"
-        return RULES[self._known].refuses(numbers(snapshot(group)))
+        on_devices = [(device, dtype) for device, dtype in kinds if device.type != "cpu"]
+        if on_devices and (reason := self._refusal_on_devices(group)):
+            return reason
+        hyper = numbers(snapshot(group))
+        if reason := RULES[self._known].refuses(hyper):
+            return reason
+        form, _ = RULES[self._known].backwards(Applied(hyper=hyper, step=1.0, trust_ratio=1.0, first=False))
+        for device, dtype in on_devices:
+            if not kernels.device_knows(device, form, dtype):
+                return f"no kernel for {dtype} on {device.type}"
+        return ""
 
-    def _refusal_on(self, device: torch.device, dtype: torch.dtype, group: dict[str, Any]) -> str:
+    def _refusal_on_devices(self, group: dict[str, Any]) -> str:
         constants = [
             value for name, value in group.items() if name != "params" and isinstance(value, torch.Tensor)
         ]
@@ -346,10 +356,7 @@ class Journal:
             or any(value.device.type != "cpu" for value in constants)
         ):
             return "the host would wait for its constants, which are on the device"
-        assert self._known is not None
-        step = Applied(hyper=numbers(snapshot(group)), step=1.0, trust_ratio=1.0, first=False)
-        form, _ = RULES[self._known].backwards(step)
-        return "" if kernels.device_knows(device, form, dtype) else f"no kernel for {dtype} on {device.type}"
+        return ""
 
     def _rebuild(self) -> None:
         groups = self._optimizer.param_groups
@@ -533,7 +540,7 @@ class Journal:
             return PreImage(self._optimizer, parameters, whole=self.whole)
         assert self._known is not None
         group, rule = self._optimizer.param_groups[self._group_of[bucket]], RULES.get(self._known)
-        if rule is None or self._refusal(group):
+        if rule is None or self._refusal(group, parameters):
             return PreImage(self._optimizer, parameters, whole=False)
         known = Bucket(self._optimizer, rule, group, parameters)
         if unfit(self._optimizer, parameters, known.names):
