@@ -13,7 +13,6 @@ SUITE = (
     "tests/unit/launch/test_command.py",
     "tests/unit/optim/test_journal.py",
     "tests/unit/optim/test_native.py",
-    "tests/unit/runtime/test_copy_pipeline.py",
     "tests/unit/runtime/test_groups.py",
     "tests/unit/runtime/test_loaders.py",
     "tests/unit/runtime/test_module_state.py",
