@@ -78,7 +78,7 @@ class Library(Protocol):
 
 
 _OPERATION_TIMEOUT = timedelta(hours=24)
-_ABORTED_WITHIN = timedelta(seconds=45)
+_ABORTED_WITHIN_S = 45.0
 """A call that waits for a connection holds its abort up for TORCH_NCCL_NONBLOCKING_TIMEOUT."""
 
 
@@ -89,9 +89,10 @@ class TorchNccl:
 
     - A group has no limit for what is under way but its timeout; a message that reaches it makes the next `wait` raise.
     - With ``config.blocking = 0`` connecting goes on in a thread of NCCL's. The first message waits for it.
-    - `abort` does NCCL's part in a thread of its own, and waits for it, and that waits for the device. A group call of
-      NCCL's (`_group_start`) is of one thread: it would not hold several such aborts together. So each communicator is
-      aborted by a thread here, all at the same time.
+    - `abort` does NCCL's part in a thread of its own, and waits for it, and that waits for the device. It has no limit:
+      it raises once that thread is over. A group call of NCCL's (`_group_start`) is of one thread: it would not hold
+      several such aborts together. So each communicator is aborted by a thread here, all at the same time; one that
+      does not end is left behind.
     - The end of a group joins its watchdog, which sleeps for a minute after an error, and ends a communicator that has
       not been aborted, which may wait for a lost peer. So groups are kept as long as the process.
     """
@@ -100,7 +101,7 @@ class TorchNccl:
 
     def __init__(self) -> None:
         """Raises ServiceError if torch's class lacks what is called here."""
-        called = ("Options", "eager_connect_single_device", "send", "recv", "_set_default_timeout", "abort")
+        called = ("Options", "eager_connect_single_device", "send", "recv", "abort")
         torch_private.require({"torch's ProcessGroupNCCL": (torch.distributed.ProcessGroupNCCL, called)})
 
     def identity(self, device: Accelerator) -> str:
@@ -137,7 +138,6 @@ class TorchNccl:
 
         def abort(group: Any) -> None:
             try:
-                group._set_default_timeout(_ABORTED_WITHIN)
                 group.abort()
             except RuntimeError as error:
                 errors.append(error)
@@ -150,10 +150,18 @@ class TorchNccl:
         ]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        _join(threads, _ABORTED_WITHIN_S)
+        if any(thread.is_alive() for thread in threads):
+            raise RuntimeError(f"NCCL: an abort has not ended within {_ABORTED_WITHIN_S:g} s")
         if errors:
             raise errors[0]
+
+
+def _join(threads: Sequence[threading.Thread], within_s: float) -> None:
+    """Waits for their ends, for `within_s` in all."""
+    deadline = time.monotonic() + within_s
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class _TwoRanks:
