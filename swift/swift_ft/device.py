@@ -446,9 +446,9 @@ class Readings:
 
     def wholeness(self) -> Callable[[], bool]:
         """Returns what tells whether all that the device is to do up to now has been done with whole messages. It is
-        asked once the device has done that."""
+        asked once the device has done that. `surely` if none of them is under way: no abort is any of its own."""
         arrivals = self.arrivals()
-        if arrivals is None:
+        if arrivals is None or arrivals.arriving() is None:
             return surely
         checks = self._checks_of(arrivals)
 

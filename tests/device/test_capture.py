@@ -287,10 +287,10 @@ def test_a_writer_that_is_closed_without_a_flush_leaves_nothing_half() -> None:
 class Cut:
     """An abort ends messages. (`swift_ft.device.Arrivals`)"""
 
-    ended = False
+    ended = covered = False
 
-    def arriving(self) -> Accelerator:
-        return accelerator()
+    def arriving(self) -> Accelerator | None:
+        return None if self.covered else accelerator()
 
     def begin_check(self) -> Callable[[], None]:
         return self.check_arrived
@@ -325,3 +325,19 @@ def test_what_an_abort_has_left_is_not_logged_and_what_was_checked_before_is(kin
         w.record(1, tensors[3])
         assert w.has(numbers(0), numbers(3))
         assert w.writer.stats.records == 2
+
+
+def test_what_no_message_was_under_way_for_is_whole_whatever_is_aborted() -> None:
+    """So is all that a rank computes without communicators, whose stage may read nothing in a whole step."""
+    readings, cut = Readings(), Cut()
+    readings.arrivals = lambda: cut
+    with world() as w:
+        w.capture._wholeness = readings.wholeness
+        tensor, cut.covered = there(), True
+        release = hold(w.side)
+        w.record(0, tensor)
+        readings.settle()
+        cut.covered, cut.ended = False, True  # what arrives later is aborted
+        release()
+        w.capture.finish()
+        assert w.has(numbers(0))
