@@ -67,11 +67,17 @@ def sends_gradient(stage: Any, index: int) -> bool:
     return not hasattr(stage, "_get_grad_send_meta") or stage._get_grad_send_meta(index) is not None
 
 
+def keeps_buffer(info: Any) -> bool:
+    """Returns whether a receive's buffer is its microbatch's for good, and older than the call of the schedule: before
+    2.15."""
+    return not hasattr(info, "take_buffer")
+
+
 def forget_receives(infos: Sequence[Any]) -> None:
     """Drops a microbatch's receive buffers, which will not be used. From 2.15 on each receive has its own buffer, and
     refuses a second one; before, a buffer belongs to the microbatch for good."""
     for info in infos:
-        if hasattr(info, "take_buffer"):
+        if not keeps_buffer(info):
             info.buffer = None
 
 

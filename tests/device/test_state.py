@@ -3,9 +3,11 @@
 import tempfile
 import threading
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
 
 from swift_ft.comm.backend import REPLICA_CHUNK
 from swift_ft.device import Accelerator, accelerator_in_use, accelerator_of, settle_copies
@@ -18,11 +20,13 @@ from swift_ft.state.digests import digest_there, read, sums
 from swift_ft.state.tensors import byte_view, differ, digest, fill, in_place, to_tensor
 from swift_ft.state.transfer import Transfer, receive_state, send_state
 from swift_ft.state.tree import join
+from swift_ft.train.boundary_log import FORWARD
 from swift_ft.train.config import SessionConfig
 from swift_ft.train.snapshots import SnapshotCopy
+from swift_ft.train.stage import LoggedPipelineStage
 from tests.device.simulated import engine_view, held, no_waits, waits
 from tests.unit.runtime.test_updates import HalvingReducer
-from tests.unit.runtime.wired import updates_of
+from tests.unit.runtime.wired import channel_of, updates_of
 
 DEVICE = "simulated"
 accelerator = torch.accelerator
@@ -248,6 +252,29 @@ def test_a_replay_copies_no_record_into_memory_that_is_in_use(mistake: str) -> N
         if mistake:
             passed(device._incoming.record_event())
     assert bool(used.cpu().eq(2).all()) is not bool(mistake)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_buffer_that_is_made_in_a_call_is_filled_behind_its_work(kept: bool) -> None:
+    channel = channel_of(2, store=HashStore)
+    channel._read = lambda *_, **__: record_of(torch.arange(6.0))  # type: ignore[method-assign]
+    of_one_receive = {} if kept else {"take_buffer": lambda: None}  # as torch makes it from 2.15 on
+
+    def receive(microbatch: int, buffer: torch.Tensor) -> None:
+        info = SimpleNamespace(source=1, buffer=buffer, **of_one_receive)
+        stage = SimpleNamespace(stage_index=2, _channel=channel, _microbatch=int, _by_slot=enumerate)
+        LoggedPipelineStage._fill(stage, (info,), FORWARD, microbatch)  # type: ignore[arg-type]
+
+    memory = torch.ones(6, device=DEVICE)
+    device = accelerator_of(memory.device)
+    receive(0, torch.zeros(6, device=DEVICE))
+    accelerator.synchronize()
+    with held():
+        used = memory * 2  # by a microbatch before, which has given the memory back
+        receive(1, memory)
+        passed(device._incoming.record_event())
+    assert bool(used.cpu().eq(2).all()) is not kept
+    assert torch.equal(memory.cpu(), torch.arange(6.0))
 
 
 class Memory:

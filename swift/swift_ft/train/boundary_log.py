@@ -633,14 +633,18 @@ class Channel:
     def _message_key(self, direction: str, microbatch: int, slot: int) -> RecordKey:
         return RecordKey(self._step, 2 * microbatch + (direction == BACKWARD), slot)
 
-    def receive(self, stage: int, direction: str, microbatch: int, slot: int, buffer: torch.Tensor) -> None:
-        """(replay) Fills a receive buffer with the record of what `stage` sent. Waits if it is not written yet."""
+    def receive(
+        self, stage: int, direction: str, microbatch: int, slot: int, buffer: torch.Tensor, *, early: bool
+    ) -> None:
+        """(replay) Fills a receive buffer with the record of what `stage` sent. Waits if it is not written yet.
+        `early`: the buffer is older than this call of the schedule, so a device fills it ahead of what is queued."""
         stream = self.stream(stage, direction)
         too = self._step >= self._replayed_too.get(stage, self._step + 1)
         record = self._read(stream, RecordKey(self._step, microbatch, slot), self._share, replayed_too=too)
-        if self._reusable is None and buffer.device.type != "cpu":
+        if early and self._reusable is None and buffer.device.type != "cpu":
             self._reusable = accelerator_of(buffer.device).mark()
-        fill(buffer, record, f"{stream}@{self._step} microbatch {microbatch}", self._reusable)
+        reusable = self._reusable if early else None
+        fill(buffer, record, f"{stream}@{self._step} microbatch {microbatch}", reusable)
 
     def receive_inside(
         self, stage: int, direction: str, microbatch: int, slot: int, buffer: torch.Tensor

@@ -390,7 +390,10 @@ class _Logged(_Base):
     def _fill(self, infos: tuple[Any, ...], direction: str, mb: int) -> None:
         for slot, info in self._by_slot(infos):
             if self._channel.groups.crosses(info.source, self.stage_index):
-                self._channel.receive(info.source, direction, self._microbatch(mb), slot, info.buffer)
+                early = torch_private.keeps_buffer(info)
+                self._channel.receive(
+                    info.source, direction, self._microbatch(mb), slot, info.buffer, early=early
+                )
             elif self._channel.rehearsed:
                 self._channel.receive_inside(info.source, direction, self._microbatch(mb), slot, info.buffer)
 

@@ -79,7 +79,7 @@ def test_two_servers_are_read_at_once_and_before_anything_is_asked_for(servers: 
             assert isinstance(storage, Gated)
             assert storage.met
         room = torch.empty(SIZE, dtype=torch.uint8)
-        channel.receive(1, "F", 3, 0, room)
+        channel.receive(1, "F", 3, 0, room, early=True)
         assert room[:2].tolist() == [0, 3]
     finally:
         channel.end_replay()
@@ -123,7 +123,7 @@ def test_a_wait_for_a_stage_that_replays_too_is_not_the_logs(servers: dict[str, 
         room = torch.empty(SIZE, dtype=torch.uint8)
         for step, counted in ((1, [SIZE]), (2, [SIZE])):
             channel.begin_step(step)
-            channel.receive(1, "F", 0, 0, room)
+            channel.receive(1, "F", 0, 0, room, early=True)
             assert read == counted
     finally:
         channel.end_replay()

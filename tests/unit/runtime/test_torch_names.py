@@ -104,6 +104,7 @@ def test_a_group_has_its_rank_and_size() -> None:
 def test_a_buffer_of_one_receive_is_forgotten_and_one_of_a_microbatch_kept() -> None:
     once = SimpleNamespace(buffer=torch.ones(1), take_buffer=lambda: None)
     for_good = SimpleNamespace(buffer=torch.ones(1))
+    assert [torch_private.keeps_buffer(info) for info in (once, for_good)] == [False, True]
     torch_private.forget_receives([once, for_good])
     assert once.buffer is None
     assert for_good.buffer is not None
