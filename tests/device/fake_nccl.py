@@ -4,8 +4,9 @@ A message is a *ticket* in the stream of its communicator: the stream stands sti
 the message. Bytes pass over a Unix socket.
 
 - A message whose peer does not come, or has died, holds its stream until an abort.
-- An abort leaves garbage that looks like numbers. It returns once no other communicator has a message under way: one
-  after the other is not how communicators are aborted.
+- An abort ends the kernels of its communicator at once and leaves garbage that looks like numbers: what stands behind
+  them goes on with it. It returns once no other communicator has a message under way: one after the other is not how
+  communicators are aborted.
 - Connecting goes on in a thread. The first message waits for it.
 - There are no tags: a message of another size than its peer's is a mistake of the order, and ends the process.
 - A group that ends in a process that goes on ends the process.
@@ -229,10 +230,10 @@ class FakeCommunicator:
             for each in communicators:
                 each._aborted = True
             cls._all.difference_update(communicators)
-            cls._changed.notify_all()
-            cls._changed.wait_for(lambda: not any(other._under_way for other in cls._all))
             for each in communicators:
                 each._end()
+            cls._changed.notify_all()
+            cls._changed.wait_for(lambda: not any(other._under_way for other in cls._all))
 
     def _end(self) -> None:
         if self._socket is not None:

@@ -2,6 +2,7 @@
 refuses another order of the calls, other options, and an abort of one communicator after the other."""
 
 import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -14,10 +15,11 @@ from swift_ft.comm.gloo import GlooBackend, Sockets
 from swift_ft.comm.nccl import Communicator, NcclBackend, NcclFabric, TorchNccl
 from swift_ft.device import current_accelerator
 from swift_ft.errors import ServiceError, UsageError
-from tests.device.fake_nccl import FakeCommunicator, FakeNccl, ProcessGroup
+from tests.device.fake_nccl import GARBAGE, FakeCommunicator, FakeNccl, ProcessGroup
 
 TIMEOUT = timedelta(seconds=60)
 PATIENCE_S = 20.0
+LATE_S = 0.1
 
 
 class _Keeping(Store):
@@ -83,6 +85,31 @@ def test_communicators_are_aborted_together_and_kept() -> None:
     assert not waits  # one after the other, the first would wait for the others
     del ends, aborting
     assert len(TorchNccl._groups) == kept >= 6
+
+
+def test_garbage_of_an_abort_is_not_sent_on_to_a_member_that_has_not_aborted() -> None:
+    (_, received), (sent, next_members) = connected(2)
+    room, further = torch.zeros(3, device="simulated"), torch.zeros(3, device="simulated")
+    received.recv(room).wait()
+    sent.send(room * 2)
+    next_members.recv(further)
+    plain = ProcessGroup.abort
+    with pytest.MonkeyPatch.context() as patch:
+
+        def abort(group: ProcessGroup) -> None:
+            if group is sent.group:  # type: ignore[attr-defined]
+                time.sleep(LATE_S)
+            plain(group)
+
+        patch.setattr(ProcessGroup, "abort", abort)
+        patch.setattr(nccl, "_SENDS_FIRST_S", 5 * LATE_S)
+        aborting = threading.Thread(target=FakeNccl().abort, args=([received, sent],), daemon=True)
+        aborting.start()
+        time.sleep(10 * LATE_S)
+        FakeNccl().abort([next_members])
+        aborting.join(PATIENCE_S)
+        assert not aborting.is_alive()
+    assert bytes(further.cpu().view(torch.uint8).tolist()) == bytes([GARBAGE]) * further.nbytes  # its own
 
 
 def test_an_abort_that_does_not_end_ends_the_rank_and_frees_nothing() -> None:

@@ -73,11 +73,14 @@ class Library(Protocol):
         for. Raises RuntimeError, and UsageError if the process is not set up for it."""
 
     def abort(self, communicators: Sequence[Communicator]) -> None:
-        """(any thread) Ends their kernels, and returns once none writes any more. All that may wait for one another
-        have to be there. Raises RuntimeError if one does not end."""
+        """(any thread) Ends their kernels, those that send first, and returns once none writes any more. All that may
+        wait for one another have to be there. Raises RuntimeError if one does not end."""
 
 
 _OPERATION_TIMEOUT = timedelta(hours=24)
+_SENDS_FIRST_S = 0.05
+"""Head start for the aborts of what sends: the garbage that an aborted receive leaves is not to be sent on to a member
+that has not aborted yet. They may wait for the device, and so for the receives: then they have had their effect."""
 _ABORTED_WITHIN_S = 45.0
 """A call that waits for a connection holds its abort up for TORCH_NCCL_NONBLOCKING_TIMEOUT."""
 
@@ -91,8 +94,8 @@ class TorchNccl:
     - With ``config.blocking = 0`` connecting goes on in a thread of NCCL's. The first message waits for it.
     - `abort` does NCCL's part in a thread of its own, and waits for it, and that waits for the device. It has no limit:
       it raises once that thread is over. A group call of NCCL's (`_group_start`) is of one thread: it would not hold
-      several such aborts together. So each communicator is aborted by a thread here, all at the same time; one that
-      does not end is left behind.
+      several such aborts together. So each communicator is aborted by a thread here, none waiting for another one's
+      end; one that does not end is left behind.
     - The end of a group joins its watchdog, which sleeps for a minute after an error, and ends a communicator that has
       not been aborted, which may wait for a lost peer. So groups are kept as long as the process.
     """
@@ -142,14 +145,19 @@ class TorchNccl:
             except RuntimeError as error:
                 errors.append(error)
 
-        ours = (each for each in communicators if isinstance(each, _TwoRanks))
-        # Those that send first: garbage that an abort leaves is not sent on.
-        threads = [
-            threading.Thread(target=abort, args=(each.group,), name="swift-nccl-abort", daemon=True)
-            for each in sorted(ours, key=lambda each: each.own)
-        ]
-        for thread in threads:
-            thread.start()
+        def started(own: int) -> list[threading.Thread]:
+            ours = [each for each in communicators if isinstance(each, _TwoRanks) and each.own == own]
+            threads = [
+                threading.Thread(target=abort, args=(each.group,), name="swift-nccl-abort", daemon=True)
+                for each in ours
+            ]
+            for thread in threads:
+                thread.start()
+            return threads
+
+        threads = started(own=0)
+        _join(threads, _SENDS_FIRST_S)
+        threads += started(own=1)
         _join(threads, _ABORTED_WITHIN_S)
         if any(thread.is_alive() for thread in threads):
             raise RuntimeError(f"NCCL: an abort has not ended within {_ABORTED_WITHIN_S:g} s")
