@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import HashStore
 
 from swift_ft.comm.backend import REPLICA_CHUNK
 from swift_ft.device import Accelerator, accelerator_in_use, accelerator_of, settle_copies
-from swift_ft.errors import ReplicaDiffers
+from swift_ft.errors import ReplayRefused, ReplicaDiffers
 from swift_ft.log.record import Record, RecordKey
 from swift_ft.state.carried_gradients import WholeModule
 from swift_ft.state.checkpoint_file import Snapshot
@@ -317,6 +317,34 @@ def test_a_replica_goes_from_device_to_device(into: str) -> None:
         assert torch.equal(received.state[name].cpu(), tensor.cpu())
         if into == "a state" and name != "holes":  # it has other strides there
             assert received.state[name] is there[f"state.{name}"]
+
+
+def test_a_replica_with_other_strides_takes_the_room_of_one_tensor_more() -> None:
+    state = {f"w{number}": torch.ones(512, 256, device=DEVICE).T for number in range(8)}
+    there = {f"state.{name}": torch.zeros(256, 512, device=DEVICE) for name in state}
+    wire, transfer = Memory(), Transfer(joiner=1, sources=(0,), version=7)
+    send_state(transfer, 0, state, lambda: None, wire=wire)
+    accelerator.reset_peak_memory_stats()
+    before = accelerator.memory_allocated()
+    received = receive_state(transfer, 1, there, lambda: None, wire=wire)
+    assert accelerator.max_memory_allocated() - before < (len(state) + 2) * state["w0"].nbytes
+    assert all(received.state[name].stride() == tensor.stride() for name, tensor in state.items())
+    assert all(torch.equal(received.state[name].cpu(), tensor.cpu()) for name, tensor in state.items())
+
+
+def test_a_device_without_room_for_a_replica_refuses_it() -> None:
+    state = {"w": torch.ones(512, 256, device=DEVICE).T}
+    wire, transfer = Memory(), Transfer(joiner=1, sources=(0,), version=7)
+    send_state(transfer, 0, state, lambda: None, wire=wire)
+    step = 1 << 32
+    kept = []
+    while step >= state["w"].nbytes:
+        try:
+            kept.append(torch.empty(step, dtype=torch.uint8, device=DEVICE))
+        except torch.OutOfMemoryError:
+            step //= 2
+    with pytest.raises(ReplayRefused, match="the device has no room for a replica's state"):
+        receive_state(transfer, 1, {}, lambda: None, wire=wire)
 
 
 def test_a_bit_that_is_lost_on_the_way_is_noticed() -> None:

@@ -28,7 +28,8 @@ import math
 import mmap
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -398,9 +399,13 @@ class Destination:
         for destination, value in self._copies:
             late = destination.device.type != "cpu" == value.device.type
             destination.copy_(value.pin_memory() if late else value, non_blocking=late)
+        # What is laid out anew is given up one by one: a device may have no room for all of it twice.
+        self._copies, self.parts = [], []
         shared = [entry for entry in self._entries if entry.path in self._overlapping]
-        pairs = [(self._here[each.path], self._received[each.same_as or each.path]) for each in shared]
-        for entry, lost in zip(shared, differ(pairs), strict=True):
+        lost_bits = differ(
+            [(self._here[each.path], self._received[each.same_as or each.path]) for each in shared]
+        )
+        for entry, lost in zip(shared, lost_bits, strict=True):
             if lost:  # memory shared here but not at the source
                 raise ReplicaDiffers(
                     f"{entry.path} shares memory on rank {self._joiner} with what its replicas keep apart"
@@ -416,7 +421,7 @@ class Destination:
                 tensors[entry.path] = tensors[first]
                 continue
             if first not in laid:
-                laid[first] = _laid_out(self._received[first], entry.stride)
+                laid[first] = _laid_out(self._received.pop(first), entry.stride)
             tensors[entry.path] = self._sharded(entry, laid[first])
         return tensors
 
@@ -618,6 +623,15 @@ def send_state(
     )
 
 
+@contextmanager
+def _memory_of_device() -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:  # the coordinator may have another plan
+        raise ReplayRefused(f"the device has no room for a replica's state: {error}") from None
+
+
+@_memory_of_device()
 def receive_state(
     transfer: Transfer,
     rank: int,
@@ -634,7 +648,7 @@ def receive_state(
     that it lacks are created. `check` is called between chunks, and so is `on_chunk` with (chunks arrived, all chunks),
     first with 0. `older_copy`: `into` is only memory to reuse (`Destination`).
     Raises ReplicaDiffers if the sources differ from each other, from the received bytes, or in shapes and dtypes from
-    `into`; RuntimeError (torch's) if a source is lost.
+    `into`; ReplayRefused if the memory does not suffice; RuntimeError (torch's) if a source is lost.
     """
     assert rank == transfer.joiner
     begin = time.monotonic()
