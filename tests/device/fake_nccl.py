@@ -55,7 +55,7 @@ class FakeNccl(TorchNccl):
 
 class Options:
     def __init__(self, is_high_priority_stream: bool) -> None:
-        assert not is_high_priority_stream
+        assert is_high_priority_stream, "its stream would be of the pool of the session's side streams"
         self.config = SimpleNamespace(blocking=1)
         self._timeout = timedelta(minutes=10)
 

@@ -90,6 +90,8 @@ class TorchNccl:
 
     Facts, read in torch 2.11 to 2.13, on which this class relies:
 
+    - A group takes its stream from a pool of 32 for each device and priority, in turn. That of high priority is not the
+      one of `Accelerator.new_stream`: a copy must not stand behind a message.
     - A group has no limit for what is under way but its timeout; a message that reaches it makes the next `wait` raise.
     - With ``config.blocking = 0`` connecting goes on in a thread of NCCL's. The first message waits for it.
     - `abort` does NCCL's part in a thread of its own, and waits for it, and that waits for the device. It has no limit:
@@ -127,7 +129,7 @@ class TorchNccl:
 
     def connect(self, store: Store, own: int, timeout: timedelta) -> Communicator:
         groups: Any = torch.distributed.ProcessGroupNCCL
-        options = groups.Options(is_high_priority_stream=False)
+        options = groups.Options(is_high_priority_stream=True)
         options.config.blocking = 0
         options._timeout = _OPERATION_TIMEOUT
         group = groups(store, own, 2, options)
