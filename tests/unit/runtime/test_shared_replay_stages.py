@@ -19,9 +19,9 @@ from torch.distributed.pipelining import (
 
 from swift_ft import torch_private
 from swift_ft.errors import ReplayRefused
+from swift_ft.state.digests import digest_of
 from swift_ft.train import shared_replay
 from swift_ft.train.gradient_chain import Addends
-from swift_ft.train.replay_helper import state_digest
 from swift_ft.train.shared_replay import StepAction, actions_of, one_by_one, why_alone, why_no_help
 from swift_ft.train.stage import LoggedPipelineStage
 from tests.unit.runtime.shared_replay_world import (
@@ -72,7 +72,7 @@ def crossings(rank: int, schedule: Any) -> int:
 def same(both: Shared, single: Rank, log: Log, microbatches: int, schedule: Any) -> None:
     same_parameters(both.owner, single)
     assert both.owner.losses == single.losses
-    assert state_digest(both.owner.state) == state_digest(single.state)
+    assert digest_of(both.owner.state.state_dict()) == digest_of(single.state.state_dict())
     helped, own = both.sharing.helped, len(both.sharing._own)
     assert helped.steps == len(STEPS)
     assert helped.microbatches == len(STEPS) * (microbatches - own) * len(single.stages)
