@@ -6,17 +6,19 @@ On the simulated device here, on CUDA by tests/gpu.
 
 import contextlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from swift_ft.device import Accelerator, Readings
-from swift_ft.errors import UsageError
+from swift_ft.errors import ServiceError, UsageError
 from swift_ft.log import ring
 from swift_ft.log.reader import LogReader
 from swift_ft.log.record import RecordKey
 from swift_ft.log.ring import Word
-from swift_ft.log.sidecar_client import SidecarWriter
+from swift_ft.log.sidecar_client import NOBODY, SidecarWriter
+from swift_ft.train import boundary_log
 from swift_ft.train.boundary_log import DeviceCapture
 from tests.device.machine import accelerator, held, here, hold, never, no_waits
 from tests.unit.log.service import JOB, InProcess, eventually
@@ -341,3 +343,54 @@ def test_what_no_message_was_under_way_for_is_whole_whatever_is_aborted() -> Non
         release()
         w.capture.finish()
         assert w.has(numbers(0))
+
+
+SHORT_S = 0.02
+"""For the minute that a copy may take."""
+
+
+@contextlib.contextmanager
+def held_for_long() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch, held():
+        patch.setattr(boundary_log, "_COPIED_WITHIN_S", SHORT_S)
+        yield
+
+
+def test_a_kernel_that_never_ends_is_not_waited_for_without_end() -> None:
+    with world() as w, ThreadPoolExecutor(1) as pool:
+        tensor = there()
+        with held_for_long():
+            w.record(0, tensor)
+            finished = pool.submit(w.capture.finish)
+            with pytest.raises(ServiceError, match="has not copied a tensor"):
+                finished.result(TIMEOUT_S)
+
+
+def test_a_message_is_waited_for_until_an_abort_is_asked_for() -> None:
+    readings, cut = Readings(), Cut()
+    readings.arrivals = lambda: cut
+    with world() as w, ThreadPoolExecutor(1) as pool:
+        w.capture._wholeness = readings.wholeness
+        tensor = there()
+        with held_for_long():
+            w.record(0, tensor)
+            finished = pool.submit(w.capture.finish)
+            never(finished.done)
+            cut.ended = True
+            with pytest.raises(ServiceError, match="has not copied a tensor"):
+                finished.result(TIMEOUT_S)
+
+
+def test_a_writer_that_is_closed_waits_for_no_peer() -> None:
+    readings = Readings()
+    readings.arrivals = Cut
+    with world() as w, ThreadPoolExecutor(1) as pool:
+        w.capture._wholeness = readings.wholeness
+        tensor, unpin = there(), w.capture._unpin
+        w.capture._unpin = lambda: None
+        with held_for_long():
+            w.record(0, tensor)
+            pool.submit(w.capture.let_go).result(TIMEOUT_S)
+        w.side.synchronize()
+        unpin()
+        w.writer._borrower = NOBODY

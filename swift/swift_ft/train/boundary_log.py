@@ -134,7 +134,11 @@ class _UnderWay(NamedTuple):
     """The device has computed the tensor."""
     event: Event
     is_whole: Callable[[], bool]
-    """(the event is over) Returns whether it was computed with whole messages."""
+    """(the event is over) Returns whether it was computed with whole messages. `surely`: no message was under way."""
+
+    def may_wait_for_a_peer(self) -> bool:
+        """Returns whether a message holds the tensor up, and no abort is going to end it."""
+        return self.is_whole is not surely and not self.reached.query() and self.is_whole()
 
 
 class DeviceCapture:
@@ -207,14 +211,16 @@ class DeviceCapture:
         self._lent.clear()
         self._writer.wait_copied()
 
-    def finish(self) -> None:
+    def finish(self, *, patient: bool = True) -> None:
         """(the writer, off the training path) Waits until all copies under way are published. Raises ServiceError if
-        a copy takes too long. Until it can begin, the device computes, or waits for a peer."""
-        deadline = time.monotonic() + _COPIED_WITHIN_S
+        the device takes too long for one. A device that may wait for a peer has as long as it likes if `patient`: until
+        an abort is asked for."""
         self._publish()
+        oldest, deadline = None, 0.0
         while self._under_way:
-            if not self._under_way[0].reached.query():
-                deadline = time.monotonic() + _COPIED_WITHIN_S
+            first = self._under_way[0]
+            if first is not oldest or (patient and first.may_wait_for_a_peer()):
+                oldest, deadline = first, time.monotonic() + _COPIED_WITHIN_S
             elif time.monotonic() > deadline:
                 raise ServiceError(f"the device has not copied a tensor within {_COPIED_WITHIN_S:g} s")
             time.sleep(_POLL_S)
@@ -236,8 +242,8 @@ class DeviceCapture:
     def let_go(self) -> None:
         """(the writer is closed) Ends all writes into the ring's memory and unpins it."""
         self._lent.clear()
-        with suppress(ServiceError):  # a device that hangs ends with this process
-            self.finish()
+        with suppress(ServiceError):  # a device that hangs, or waits for a peer, ends with this process
+            self.finish(patient=False)
         self._under_way.clear()
         self._unpin()
         del self._ring
