@@ -139,6 +139,7 @@ def test_usage_errors_are_one_line(arguments: str) -> None:
             "--stages 2 --strategy replay --snapshot-every 5 --kill rank=1,step=3",
             "--snapshot-every 5 needs --strategy snapshot or auto",
         ),
+        ("--stages 4 --helpers 2 --groups 0-1,2,3 --kill rank=1,step=3", "is a recovery group by itself"),
         ("--stages 2 --strategy snapshot --snapshot-every -1 --kill rank=1,step=3", "must be 0 to"),
         ("--stages 2 --kill rank=1,step=3,phase=snapshot", "there is no phase snapshot"),
         ("--stages 2 --strategy snapshot --kill rank=1,phase=copy", "nothing copies unless another --kill"),
@@ -166,6 +167,8 @@ def test_what_cannot_go_together_is_refused_in_one_line(arguments: str, word: st
         f"{SHRINK} {KILL}",
         f"{SHRINK} {KILL} --lost-shard redistribute",
         f"{SHRINK} {KILL} --grow step=8",
+        "--stages 4 --helpers 2 --groups 0-1,2,3 --kill rank=1,step=3 --kill rank=2,step=3",
+        "--stages 4 --helpers 2 --groups 0-3 --kill service=logserver,step=3",
     ],
 )
 def test_rerun_is_the_same_drill(arguments: str) -> None:

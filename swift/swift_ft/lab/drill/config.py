@@ -170,6 +170,15 @@ class DrillConfig:
         yield from shrinking.problems(self)
         if self.snapshot_every and Strategy.SNAPSHOT not in SETTINGS[self.strategy].permits:
             yield f"--snapshot-every {self.snapshot_every} needs --strategy snapshot or auto"
+        victims = shrinking.victims(self)
+        grouped = {
+            rank: {other for own in stages[rank] for other in self.groups.stages(own)} for rank in victims
+        }
+        if self.helpers and victims and all(grouped[rank] > set(stages[rank]) for rank in victims):
+            yield (
+                f"--helpers {self.helpers}: they share the replay of a rank that is a recovery group by itself; "
+                f"leave out --groups {self.groups}, or kill another rank"
+            )
 
     def _data_parallel_problems(self) -> Iterator[str]:
         alone, wait_free = self.topology.replicas == 1, self.updates == "wait_free"

@@ -36,11 +36,11 @@ def _of(recovery: Recovery) -> list[dict[str, Any]]:
     return shown
 
 
-def check_helpers(helpers: int, recoveries: Sequence[Recovery]) -> list[Check]:
-    """Checks that planned help was given, in the recoveries that were not interrupted."""
-    if not helpers:
-        return []
+def check_helpers(recoveries: Sequence[Recovery]) -> list[Check]:
+    """Checks that planned help was given, in the recoveries that were not interrupted. No check if none was planned."""
     planned = [recovery for recovery in recoveries if (recovery.made_by or {}).get("help")]
+    if not planned:
+        return []
     name = "planned help was given"
     without = [
         f"rank {replay['rank']}: {replay['alone_because'] or replay['declined'] or 'no shared step'}"

@@ -51,7 +51,7 @@ def build(facts: Facts) -> dict[str, Any]:
         _survivors_check(survivors),
         *_recovery_checks(facts),
         *_log_checks(facts),
-        *replay_report.check_helpers(facts.asked.helpers, facts.recoveries),
+        *replay_report.check_helpers(facts.recoveries),
         *replay_report.replay_checks(shown),
         _negative_control_check(facts),
     ]
