@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import DistNetworkError, HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from swift_ft import comm
 from swift_ft.comm import nccl
@@ -85,6 +85,20 @@ def test_communicators_are_aborted_together_and_kept() -> None:
     assert not waits  # one after the other, the first would wait for the others
     del ends, aborting
     assert len(TorchNccl._groups) == kept >= 6
+
+
+class _Interrupted(HashStore):
+    def check(self, keys: list[str]) -> bool:
+        raise DistNetworkError("connection of an ended generation")
+
+
+def test_a_connection_that_is_interrupted_after_it_has_begun_is_aborted() -> None:
+    with pytest.raises(DistNetworkError):
+        FakeNccl().connect(_Interrupted(), 0, TIMEOUT)
+    communicator, deadline = TorchNccl._groups[-1]._communicator, time.monotonic() + PATIENCE_S
+    while communicator in FakeCommunicator._all and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert communicator not in FakeCommunicator._all
 
 
 def test_garbage_of_an_abort_is_not_sent_on_to_a_member_that_has_not_aborted() -> None:

@@ -134,37 +134,43 @@ class TorchNccl:
         options._timeout = _OPERATION_TIMEOUT
         group = groups(store, own, 2, options)
         self._groups.append(group)
-        group.eager_connect_single_device(current_accelerator().torch)
-        store.check(["0"])  # NCCL's id leaves a store that has kept it
+        try:
+            group.eager_connect_single_device(current_accelerator().torch)
+            store.check(["0"])  # NCCL's id leaves a store that has kept it
+        except BaseException:
+            _begin_abort(group, [])  # no message is under way that would have to be waited for
+            raise
         return _TwoRanks(group, own)
 
     def abort(self, communicators: Sequence[Communicator]) -> None:
         errors: list[RuntimeError] = []
 
-        def abort(group: Any) -> None:
-            try:
-                group.abort()
-            except RuntimeError as error:
-                errors.append(error)
-
-        def started(own: int) -> list[threading.Thread]:
+        def begun(own: int) -> list[threading.Thread]:
             ours = [each for each in communicators if isinstance(each, _TwoRanks) and each.own == own]
-            threads = [
-                threading.Thread(target=abort, args=(each.group,), name="swift-nccl-abort", daemon=True)
-                for each in ours
-            ]
-            for thread in threads:
-                thread.start()
-            return threads
+            return [_begin_abort(each.group, errors) for each in ours]
 
-        threads = started(own=0)
+        threads = begun(own=0)
         _join(threads, _SENDS_FIRST_S)
-        threads += started(own=1)
+        threads += begun(own=1)
         _join(threads, _ABORTED_WITHIN_S)
         if any(thread.is_alive() for thread in threads):
             raise RuntimeError(f"NCCL: an abort has not ended within {_ABORTED_WITHIN_S:g} s")
         if errors:
             raise errors[0]
+
+
+def _begin_abort(group: Any, errors: list[RuntimeError]) -> threading.Thread:
+    """`errors`: to which the thread adds that of the abort."""
+
+    def abort() -> None:
+        try:
+            group.abort()
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=abort, name="swift-nccl-abort", daemon=True)
+    thread.start()
+    return thread
 
 
 def _join(threads: Sequence[threading.Thread], within_s: float) -> None:
