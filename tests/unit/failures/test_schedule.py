@@ -87,6 +87,7 @@ def test_refuses(given_: str, word: str) -> None:
         (b"{}", "not the failures.json of a run"),
         (b'{"schedule": [3]}', "not the failures.json of a run"),
         (b'{"schedule": 3}', "not the failures.json of a run"),
+        (b'[{"node": 1, "start": 2}]', "a JSON list is no schedule: write a trace as CSV"),
         (b"{", "not JSON: line 1, column 2"),
         (b"\xff\xfe", "not a text in UTF-8"),
         (b"", "there is no failure in it"),

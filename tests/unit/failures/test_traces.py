@@ -84,6 +84,11 @@ def _count(spec: str) -> int:
     ("text", "options", "word"),
     [
         ("", "", "no trace: its first line must name the columns"),
+        (
+            '\n[{"node": "a"}]',
+            "",
+            "a JSON list is no schedule: write a trace as CSV (docs/failures.md#traces)",
+        ),
         ("start,end\n1,2\n", "", "with node and start among them"),
         ("node,start\n", "", "there is no failure in it"),
         ("node,start\na,soon\n", "", "line 2: start must be a number of 0 or more, not 'soon'"),

@@ -239,11 +239,16 @@ class Outage:
 
 
 def text_of(path: Path, flag: str) -> str:
-    """Reads a user's file as UTF-8. Raises UsageError."""
+    """Reads a user's file as UTF-8. Raises UsageError, also for a JSON list, the form of a published trace."""
     try:
-        return read_given(path, f"{flag} {path}").decode()
+        text = read_given(path, f"{flag} {path}").decode()
     except UnicodeDecodeError:
         raise UsageError(f"{flag} {path}: not a text in UTF-8") from None
+    if text.lstrip().startswith("["):
+        raise UsageError(
+            f"{flag} {path}: a JSON list is no schedule: write a trace as CSV (docs/failures.md#traces)"
+        )
+    return text
 
 
 def is_trace(text: str) -> bool:
