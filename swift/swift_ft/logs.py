@@ -119,6 +119,7 @@ _WARNINGS = {
     ),
     *("job_set_apart", "audit_failed", "log_server_lost", "not_exact"),
     *("member_exited", "checkpoint_untold", "checkpoint_failed", "checkpoint_unsaved"),
+    "communicators_unused",
 }
 
 

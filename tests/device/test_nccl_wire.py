@@ -3,22 +3,26 @@ stand-in for torch's class. Each mistake here ends in a deadlock or in garbage.
 """
 
 import contextlib
+import functools
 import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from swift_ft import events
 from swift_ft.comm.backend import REROUTED, Pending
 from swift_ft.comm.gloo import Sockets
 from swift_ft.comm.message_collectives import MessageCircuit
-from swift_ft.comm.nccl import NcclFabric
+from swift_ft.comm.nccl import NcclBackend, NcclFabric
 from swift_ft.comm.worker_thread import Broken
 from swift_ft.device import Accelerator, Readings
+from swift_ft.errors import UsageError
 from tests.device.fake_nccl import GARBAGE, FakeNccl
 from tests.device.machine import no_waits
 
@@ -32,12 +36,16 @@ class _EachItsOwn(FakeNccl):
 
     _numbers = itertools.count()
 
-    def __init__(self) -> None:
+    def __init__(self, obstacle: str = "", device: int | None = None) -> None:
         super().__init__()
-        self._number = next(self._numbers)
+        self._number = next(self._numbers) if device is None else device
+        self._obstacle = obstacle
 
     def identity(self, device: Accelerator) -> str:
         return f"device {self._number}"
+
+    def obstacle(self) -> str:
+        return self._obstacle
 
 
 class Members:
@@ -106,6 +114,46 @@ def finished(*messages: Pending) -> bool:
     while not event.query() and time.monotonic() < deadline:
         time.sleep(0.001)
     return not waiting.is_alive() and event.query()
+
+
+def outcomes(*backends: NcclBackend) -> list[str | int]:
+    """Connects members and returns what came of it for each: its error, or how many communicators it has."""
+    torch.zeros(1, device="simulated")
+    store, found = HashStore(), dict[int, str | int]()
+    fabrics = [backend.open() for backend in backends]
+
+    def connect(own: int) -> None:
+        try:
+            fabrics[own].connect(store, own, len(backends), CONNECTED_WITHIN)
+            found[own] = len(fabrics[own]._communicators)
+        except UsageError as error:
+            found[own] = str(error)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MASTER_ADDR", "127.0.0.1")
+        _together(*(functools.partial(connect, own) for own in range(len(backends))))
+    _together(*(fabric.abort for fabric in fabrics))
+    for fabric in fabrics:
+        fabric.close()
+    return [found[own] for own in range(len(backends))]
+
+
+def test_an_obstacle_is_an_error_at_the_start_and_none_in_a_recovery() -> None:
+    able, unable = NcclBackend(tuple, _EachItsOwn()), NcclBackend(tuple, _EachItsOwn("set A=0"))
+    assert outcomes(able, unable) == [0, "set A=0"]
+    with pytest.MonkeyPatch.context() as patch:
+        told: list[tuple[str, Any]] = []
+        patch.setattr(events, "_listeners", (lambda event, fields: told.append((event, fields["reason"])),))
+        assert outcomes(able, unable) == [0, 0]
+        assert outcomes(able, NcclBackend(tuple, _EachItsOwn("set B=0"))) == [0, 0]  # a replacement
+    assert outcomes(able, NcclBackend(tuple, _EachItsOwn())) == [2, 2]
+    assert told == [("communicators_unused", "set A=0"), ("communicators_unused", "set B=0")]
+
+
+def test_an_obstacle_is_none_where_no_member_has_a_device_of_its_own() -> None:
+    alone, pair = _EachItsOwn("set A=0"), [_EachItsOwn("set A=0", device=7) for _ in range(2)]
+    assert outcomes(NcclBackend(tuple, alone)) == [0]
+    assert outcomes(*(NcclBackend(tuple, library) for library in pair)) == [0, 0]
 
 
 def test_a_batch_of_sends_and_receives_does_not_wait_for_itself() -> None:

@@ -18,6 +18,7 @@ stream of the communicator's, and holds that stream until the peer has its half 
 - Memory that a message uses is kept until a stream is ordered behind it, or the abort has returned.
 """
 
+import json
 import os
 import threading
 import time
@@ -29,7 +30,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from swift_ft import torch_private
+from swift_ft import events, torch_private
 from swift_ft.comm import NCCL_ENVIRONMENT
 from swift_ft.comm.backend import COLLECTIVES, GROUPS, NOTE, REPLICA_CHUNK, first_tag
 from swift_ft.comm.gloo import GlooBackend, GlooConnections, GlooFabric, Sockets
@@ -67,10 +68,13 @@ class Library(Protocol):
     def identity(self, device: Accelerator) -> str:
         """Returns what tells the device from all others of the job."""
 
+    def obstacle(self) -> str:
+        """Returns why this process can have no communicators, and what to set for them; "": it can."""
+
     def connect(self, store: Store, own: int, timeout: timedelta) -> Communicator:
         """(both) Connects the two; the first message may have to wait for it. `own`: 0 in the process that sends, 1 in
         the other one. `store` may keep what is set until its next call: one has to follow before the peer is waited
-        for. Raises RuntimeError, and UsageError if the process is not set up for it."""
+        for. Raises RuntimeError."""
 
     def abort(self, communicators: Sequence[Communicator]) -> None:
         """(any thread) Ends their kernels, those that send first, and returns once none writes any more. All that may
@@ -110,22 +114,22 @@ class TorchNccl:
         torch_private.require({"torch's ProcessGroupNCCL": (torch.distributed.ProcessGroupNCCL, called)})
 
     def identity(self, device: Accelerator) -> str:
-        """Returns the GPU's own name. Raises UsageError if torch would handle a lost peer in a way of its own."""
-        wrong = [name for name, value in NCCL_ENVIRONMENT.items() if os.environ.get(name) != value]
-        if wrong:
-            needed = " ".join(f"{name}={NCCL_ENVIRONMENT[name]}" for name in wrong)
-            raise UsageError(
-                f"NCCL would not leave a lost peer to the session: set {needed}, as swift-ft run does"
-            )
-        if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
-            raise UsageError(
-                "TORCH_DISTRIBUTED_DEBUG=DETAIL ends a process whose NCCL peer is lost: leave it out"
-            )
+        """Returns the GPU's own name."""
         properties: Any = torch.get_device_module(device.torch).get_device_properties(device.torch)
         shared = (
             os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
         )  # ranks of one GPU may connect (NCCL 2.30)
         return f"{properties.uuid}{f' of {uuid.uuid4()}' if shared else ''}"
+
+    def obstacle(self) -> str:
+        """Returns the variables by which torch would handle a lost peer in a way of its own."""
+        wrong = [name for name, value in NCCL_ENVIRONMENT.items() if os.environ.get(name) != value]
+        if wrong:
+            needed = " ".join(f"{name}={NCCL_ENVIRONMENT[name]}" for name in wrong)
+            return f"NCCL would not leave a lost peer to the session: set {needed}, as swift-ft run does"
+        if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
+            return "TORCH_DISTRIBUTED_DEBUG=DETAIL ends a process whose NCCL peer is lost: leave it out"
+        return ""
 
     def connect(self, store: Store, own: int, timeout: timedelta) -> Communicator:
         groups: Any = torch.distributed.ProcessGroupNCCL
@@ -203,6 +207,17 @@ class _Pair(NamedTuple):
     incoming: Communicator
 
 
+class _Met(NamedTuple):
+    """What members tell one another before they connect."""
+
+    device: str
+    """Its identity; "": the process has not set one up."""
+    fit: bool
+    """The process has no obstacle to communicators."""
+    first: bool
+    """It connects its first generation."""
+
+
 _Lane = Mapping[int, _Pair]
 """By the other member's place among all that are connected."""
 
@@ -213,18 +228,22 @@ class NcclBackend(GlooBackend):
     def __init__(self, service_ports: Callable[[], Iterable[int]], library: Library) -> None:
         super().__init__(service_ports)
         self._library = library
+        self._first = True
 
     def open(self) -> "NcclFabric":
-        return NcclFabric(Sockets(self._service_ports), self._library)
+        first, self._first = self._first, False
+        return NcclFabric(Sockets(self._service_ports), self._library, first=first)
 
     def is_lost_peer(self, error: RuntimeError) -> bool:
         return super().is_lost_peer(error) or "nccl" in str(error).lower()
 
 
 class NcclFabric(GlooFabric):
-    def __init__(self, sockets: Sockets, library: Library) -> None:
+    def __init__(self, sockets: Sockets, library: Library, *, first: bool = True) -> None:
+        """`first`: no generation was connected in this process before."""
         super().__init__(sockets)
         self._library = library
+        self._first = first
         self._aborting = threading.Lock()
         self._communicators: list[Communicator] = []
         self._in_flight: set[_Message] = set()
@@ -242,14 +261,29 @@ class NcclFabric(GlooFabric):
         near: list[int] = []
 
         def meet() -> None:
-            """Finds the members with which this one can have communicators. Two ranks on one device cannot, nor can one
-            that uses none."""
-            identity = "" if device is None else self._library.identity(device)
-            store.set(f"device-{own}", identity)
-            for other in (place for place in range(size) if place != own):
-                theirs = store.get(f"device-{other}").decode()
-                if identity and theirs not in ("", identity) and _distance(own, other, size) <= _NEAR:
-                    near.append(other)
+            """Finds the members with which this one has communicators: both are near and fit, and use devices of their
+            own."""
+            obstacle = self._library.obstacle()
+            own_device = "" if device is None else self._library.identity(device)
+            store.set(f"device-{own}", json.dumps(_Met(own_device, not obstacle, self._first)))
+            met = {
+                place: _Met(*json.loads(store.get(f"device-{place}")))
+                for place in range(size)
+                if place != own
+            }
+            possible = [
+                place
+                for place, other in met.items()
+                if own_device
+                and other.device not in ("", own_device)
+                and _distance(own, place, size) <= _NEAR
+            ]
+            if not obstacle:
+                near.extend(place for place in possible if met[place].fit)
+            elif possible:
+                if self._first and all(other.first for other in met.values()):
+                    raise UsageError(obstacle)
+                events.emit("communicators_unused", place=own, reason=obstacle)  # a recovery goes on without
 
         self.build(meet)
         return NcclConnections(self, control, store, near, timeout)
