@@ -16,15 +16,17 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from swift_ft import events
-from swift_ft.comm.backend import REROUTED, Pending
+from swift_ft.comm.backend import REROUTED, Collectives, Pending
 from swift_ft.comm.gloo import Sockets
-from swift_ft.comm.message_collectives import MessageCircuit
+from swift_ft.comm.groups import CollectiveWork
+from swift_ft.comm.message_collectives import MessageCircuit, operation
 from swift_ft.comm.nccl import NcclBackend, NcclFabric
 from swift_ft.comm.worker_thread import Broken
 from swift_ft.device import Accelerator, Readings
 from swift_ft.errors import UsageError
 from tests.device.fake_nccl import GARBAGE, FakeNccl
 from tests.device.machine import no_waits
+from tests.unit.log.service import eventually
 
 N = 1000
 PATIENCE_S = 20.0
@@ -229,3 +231,34 @@ def test_one_wait_covers_a_step_and_no_more() -> None:
         with no_waits():
             readings.settle()
         assert m.fabrics[1].arriving() is None
+
+
+def reducing(circuit: MessageCircuit, tensor: torch.Tensor) -> Callable[[], None]:
+    """Begins a sum; returns what waits for it as DDP does, by a future that is made before the sum is queued."""
+    begin = threading.Event()
+
+    def run(collectives: Collectives) -> None:
+        begin.wait()
+        collectives.all_reduce(tensor, operation(None))
+
+    work = CollectiveWork(circuit.submit(run), [tensor], broke=pytest.fail, swallow=False)
+    future = work.get_future()
+    begin.set()
+    return lambda: future.wait() and None
+
+
+def test_one_wait_covers_a_collective_that_is_waited_for_by_a_future() -> None:
+    with members() as m:
+        readings, tensors = Readings(), (there(1), there(2))
+        readings.arrivals = lambda: m.fabrics[1]
+        wait = reducing(m.second, tensors[1])
+        eventually(lambda: m.fabrics[1].arriving() is not None)
+        readings.settle()
+        assert m.fabrics[1].arriving() is not None  # its peer has yet to come
+        reducing(m.first, tensors[0])()
+        wait()
+        readings.settle()
+        with no_waits():
+            readings.settle()
+        assert m.fabrics[1].arriving() is None
+        assert torch.equal(tensors[1].cpu(), values(1) + values(2))

@@ -30,8 +30,9 @@ STEP: dict[tuple[str, int, int, str], list[dict[str, int]]] = {
     ("after_backward", 2, 2, "staged"): [{SETTLE: 1, BATCH: 2, LOSS: 1}] * 2,
     ("after_backward", 2, 2, "nccl"): [{SETTLE: 1, BATCH: 2, LOSS: 1}] * 2,
     ("wait_free", 2, 2, "staged"): [{SETTLE: 1, BATCH: 2, LOSS: 1}] * 2,
+    ("ddp", 2, 2, "nccl"): [{SETTLE: 1, BATCH: 2, LOSS: 1}] * 2,
 }
-"""(updates, replicas, ranks, wire) -> for each rank, what waits in a step, and how often."""
+"""(updates or "ddp", replicas, ranks, wire) -> for each rank, what waits in a step, and how often."""
 
 CHECKPOINT = {"digests of the state": 1}
 """What a checkpoint adds: replicas are compared, and buffers that no checkpoint has unless a step has changed them."""

@@ -207,7 +207,7 @@ class Fabric(Protocol):
 
     def begin_check(self) -> Callable[[], None]:
         """Returns what the host calls once it has waited for the current stream of the device, up to now: it raises as
-        `check_arrived`, and covers the messages that the stream is behind."""
+        `check_arrived`, and covers the messages so far if that stream, or the device, is behind all of them."""
 
     def check_arrived(self) -> None:
         """Raises RuntimeError if an abort may have ended a message, which then has left garbage. Says so before the

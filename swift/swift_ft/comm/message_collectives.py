@@ -6,7 +6,6 @@ the layout. They send as many bytes as a ring.
 Legend: n members of the group, `own` this process's place among them.
 """
 
-import threading
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -38,6 +37,16 @@ class SummingWire(Wire, Protocol):
         """Sums in place, in the order that is fastest. Returns False if the backend has no sum for such tensors."""
 
 
+class _OnDevice:
+    """A collective on a device."""
+
+    end: Event | None = None
+    """Where it ends in its runner's stream, once all of it is queued."""
+
+    def is_over(self) -> bool:
+        return self.end is not None and self.end.query()
+
+
 class MessageCircuit:
     """A `Circuit` over messages. All waits for messages take place in `runner`.
 
@@ -50,12 +59,18 @@ class MessageCircuit:
         self._messages = Messages(wire, own, n, number)
         self._runner = runner
         self._stream: Any = None
-        self._behind = 0
-        """Collectives on a device that the caller's stream is not behind yet."""
+        self._ahead: set[_OnDevice] = set()
+        """Collectives on a device that the caller's stream may not be behind yet."""
 
     @property
     def is_settled(self) -> bool:
-        return not self._behind
+        """Whether the caller's stream is behind all collectives on a device, or the device is. Who waits for a future
+        (DDP) comes behind what it stands for, and tells nobody: so the device is asked."""
+        self._forget_ended()
+        return not self._ahead
+
+    def _forget_ended(self) -> None:
+        self._ahead.difference_update([each for each in tuple(self._ahead) if each.is_over()])
 
     def submit(self, run: Collective) -> Task:
         messages = self._messages
@@ -63,7 +78,7 @@ class MessageCircuit:
         if device is None:
             return self._runner.submit(lambda: messages.carry_out(run))
         queued = device.mark()
-        done: list[Event] = []
+        collective = _OnDevice()
 
         def carry_out() -> None:
             if self._stream is None:
@@ -73,21 +88,19 @@ class MessageCircuit:
             try:
                 messages.carry_out(run)
             finally:
-                done.append(device.mark())
+                collective.end = device.mark()
                 if self._runner.stopped:
                     # The caller may have gone on already. What it has dropped, this call keeps until nothing writes
                     # to it: else another tensor would be there.
-                    device.wait(done[0])
+                    device.wait(collective.end)
 
         def continued() -> None:
-            for event in done:
-                device.hold(event)
-            if not waited.is_set():
-                waited.set()
-                self._behind -= 1
+            if collective.end is not None:
+                device.hold(collective.end)
+            self._ahead.discard(collective)
 
-        waited = threading.Event()
-        self._behind += 1
+        self._forget_ended()
+        self._ahead.add(collective)
         task = self._runner.submit(carry_out)
         task.continued = continued
         return task

@@ -347,11 +347,13 @@ class NcclFabric(GlooFabric):
         return not self._in_flight and all(circuit.is_settled for circuit in self._circuits)
 
     def begin_check(self) -> Callable[[], None]:
-        queued = self._queued if self._is_ordered() else self._covered
+        queued = self._queued
 
         def check() -> None:
+            ordered = self._is_ordered()  # first: garbage is never over before the flag is set
             self.check_arrived()
-            self._covered = queued
+            if ordered:
+                self._covered = queued
 
         return check
 

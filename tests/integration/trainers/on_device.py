@@ -1,5 +1,6 @@
 """Stages on the simulated device, and what the host waits for there:
-`-m … UPDATES REPLICAS STEPS CHECKPOINT_EVERY DIRECTORY WIRE`.
+`-m … UPDATES REPLICAS STEPS CHECKPOINT_EVERY DIRECTORY WIRE`. UPDATES may be "ddp": after backward, in which
+DistributedDataParallel averages.
 
 Writes `RANK.PID` there: a line of JSON for each step with its number, whether it was replayed, and for each wait
 [what, "line < its caller's < …", how often].
@@ -18,7 +19,8 @@ import swift_ft
 from swift_ft.comm import NCCL_ENVIRONMENT
 from tests.device import simulated
 
-UPDATES, DIRECTORY, WIRE = sys.argv[1], Path(sys.argv[5]), sys.argv[6]
+MODE, DIRECTORY, WIRE = sys.argv[1], Path(sys.argv[5]), sys.argv[6]
+UPDATES = "after_backward" if MODE == "ddp" else MODE
 REPLICAS, STEPS, EVERY = map(int, sys.argv[2:5])
 WIDTH, BATCH, MICROBATCHES = 16, 8, 4
 
@@ -56,6 +58,8 @@ def main() -> None:
         module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.Tanh())
         module.register_buffer("mask", torch.ones(WIDTH, WIDTH), persistent=False)
         module.to(simulated.NAME)
+        if MODE == "ddp":
+            module = session.ddp(module)
         stage = session.pipeline_stage(module, rank, ranks, simulated.NAME)
         schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=loss)
         optimizer = session.optimizer(torch.optim.AdamW(module.parameters(), lr=1e-2))
