@@ -159,13 +159,16 @@ def test_what_an_aborted_collective_still_writes_to_is_nobody_elses() -> None:
     """Its caller is freed at once, closes the generation and drops the tensor, when kernels of the runner's stream have
     yet to write to it."""
     with pair() as p, contextlib.ExitStack() as until:
-        tensor, far = there(), threading.Event()
+        tensor, far, freed = there(), threading.Event(), threading.Event()
 
         def run(collectives: Collectives, own: torch.Tensor) -> None:
             until.enter_context(held())
             own.add_(1)
             far.set()
-            collectives.barrier()  # the other member does not come
+            try:
+                collectives.barrier()  # the other member does not come
+            finally:
+                freed.wait(PATIENCE_S)
 
         task = p.first.submit(lambda collectives, own=tensor: run(collectives, own))  # type: ignore[misc]
         assert far.wait(PATIENCE_S)
@@ -173,6 +176,7 @@ def test_what_an_aborted_collective_still_writes_to_is_nobody_elses() -> None:
         p.fabrics[0].abort()
         with pytest.raises(Broken):
             task.wait()
+        freed.set()
         p.fabrics[0].close()
         address = tensor.data_ptr()
         del tensor, task, p.first
