@@ -137,22 +137,22 @@ def test_a_sum_is_behind_what_its_caller_has_queued_and_before_what_it_queues() 
 
 def test_a_runner_works_on_the_device_of_its_caller_and_on_a_stream_of_its_own() -> None:
     index = torch.accelerator.device_count() - 1
-    torch.accelerator.set_device_index(index)
-    default, seen = torch.accelerator.current_stream(), list[tuple[int, bool]]()
+    with torch.accelerator.device_index(index):
+        default, seen = torch.accelerator.current_stream(), list[tuple[int, bool]]()
 
-    def look(_: Collectives) -> None:
-        stream = torch.accelerator.current_stream()
-        seen.append((torch.accelerator.current_device_index(), stream in (default, trainers)))
+        def look(_: Collectives) -> None:
+            stream = torch.accelerator.current_stream()
+            seen.append((torch.accelerator.current_device_index(), stream in (default, trainers)))
 
-    trainers = torch.Stream(device=here(index))
-    with pair() as p, trainers:
-        tensors = [there(place, index) for place in range(2)]
-        p.first.submit(look).wait()
-        with held(default):  # it is the one of whoever has not said which is his
-            p.all_reduce(tensors)
-        for own in tensors:
-            assert torch.equal(own.cpu(), numbers() + numbers(1))
-        assert seen == [(index, False)]
+        trainers = torch.Stream(device=here(index))
+        with pair() as p, trainers:
+            tensors = [there(place, index) for place in range(2)]
+            p.first.submit(look).wait()
+            with held(default):  # it is the one of whoever has not said which is his
+                p.all_reduce(tensors)
+            for own in tensors:
+                assert torch.equal(own.cpu(), numbers() + numbers(1))
+            assert seen == [(index, False)]
 
 
 def test_what_an_aborted_collective_still_writes_to_is_nobody_elses() -> None:
