@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 
+from swift_ft.device import until_over
 from swift_ft.train.profiling import WARM_STEPS, StepProfile
 from tests.device.machine import BUSY_S, accelerator, here, hold, no_waits
 
@@ -20,7 +21,11 @@ def test_the_time_is_the_devices(slow: str) -> None:
             for part in ("F", "B", "update"):
                 with contextlib.nullcontext() if part == "update" else profile.computing(0, part):
                     if last and part == slow:
+                        begun = accelerator().mark()
                         later.callback(hold())
+                        later.callback(
+                            until_over, begun
+                        )  # called first: the time is the device's from here on
                     x.add_(1)
             profile.end(number, replay=False)
         assert profile.measured({}, None, None) is None, "not read before it has passed"
