@@ -103,6 +103,7 @@ def test_f23_full_disk_goes_back_to_the_record_boundary_and_still_reads_and_trim
                 lambda: admin.trim(server.address, JOB, begin, TIMEOUT_S) == begin, "nobody reads the steps"
             )
             eventually(lambda: server.inventory().next_sequence > begin, "the writer goes on")
+        eventually(lambda: writer.delivery.trouble() is None, "the writer hears that all is taken")
         writer.flush(TIMEOUT_S)
         writer.close()
         eventually(server.serving, "it serves again")
