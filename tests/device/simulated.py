@@ -29,6 +29,8 @@ KEPT = Path(__file__).with_name(".compiled")
 """Ignored by git."""
 FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-Wall", "-Werror")
 _TORCH = Path(torch.__file__).parent
+PROBE_BYTES = 4
+"""Size of the message with which each communicator begins."""
 
 # --- compiling ---
 
@@ -125,6 +127,31 @@ def no_waits() -> Iterator[None]:
         _refusing -= 1
     if _waits != before:
         raise RuntimeError(f"the host was about to wait for a device: {dict(_waits - before)}")
+
+
+# --- the wires of a session ---
+
+WIRES = ("staged", "nccl")
+"""Gloo by way of pinned memory; the fake NCCL's communicators."""
+OVER_NCCL = f"{NAME}-nccl"
+"""What trainers of the tests are told for the device with communicators."""
+
+
+def load_with_communicators(directory: Path) -> None:
+    """As `load`, in a program that has not begun its session; that one has communicators of the fake NCCL, whose
+    messages are counted in the folder (`fake_nccl`)."""
+    from swift_ft.comm import NCCL_ENVIRONMENT
+
+    load()
+    torch.accelerator.set_device_index(0)  # a rank that uses no device has no communicators
+    os.environ.update(NCCL_ENVIRONMENT, FAKE_NCCL=str(directory))
+    sys.path.append(str(Path(__file__).with_name("plugin_nccl")))
+
+
+def sent_over_communicators(directory: Path) -> bool:
+    """Returns whether more has passed there than the message with which each communicator begins."""
+    lines = [line for path in directory.glob("messages-*") for line in path.read_text().splitlines()]
+    return any(line.startswith("sent") and int(line.split()[1]) > PROBE_BYTES for line in lines)
 
 
 # --- kernels of a program's own ---

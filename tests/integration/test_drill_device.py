@@ -80,8 +80,6 @@ REPLAYS = {
     "zbv": "rank=1,step=4,microbatch=1,phase=backward",
     "dualpipev": "rank=0,step=4,microbatch=1,phase=backward",
 }
-PROBE_BYTES = 4
-"""Size of the message with which each communicator begins."""
 MATRIX = pytest.mark.matrix
 
 
@@ -116,6 +114,9 @@ OVER_COMMUNICATORS = {
     "--stages 1 --replicas 3": "rank=1,step=4,phase=optimizer",
     "--stages 1 --replicas 2 --updates wait_free": "rank=1,step=4,phase=update",
     "--stages 2 --replicas 2": "rank=1,step=4,phase=backward",
+    "--stages 1 --replicas 2 --data-parallel ddp": "rank=1,step=4,phase=backward",
+    "--stages 1 --replicas 3 --data-parallel ddp": "rank=1,step=4,phase=optimizer",
+    "--stages 2 --replicas 2 --data-parallel ddp": "rank=1,step=6,phase=reduce",
     # Another loss while the first one's generation is new.
     "--stages 3 --spares 2": "rank=1,step=4,phase=backward --kill rank=2,phase=replay",
     "--stages 4 --helpers 2": "rank=1,step=6,phase=backward",
@@ -134,13 +135,7 @@ OVER_COMMUNICATORS = {
 def test_over_communicators_whose_waits_do_not_make_the_host_wait(words: str, tmp_path: Path) -> None:
     kill = OVER_COMMUNICATORS[words].split()
     drill(tmp_path, *words.split(), "--kill", *kill, plugin=PLUGIN.with_name("plugin_nccl"))
-    sent = [
-        line
-        for path in tmp_path.glob("messages-*")
-        for line in path.read_text().splitlines()
-        if "sent" in line
-    ]
-    assert any(int(line.split()[1]) > PROBE_BYTES for line in sent)
+    assert simulated.sent_over_communicators(tmp_path)
 
 
 @pytest.mark.parametrize(

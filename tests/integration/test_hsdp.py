@@ -95,14 +95,23 @@ ON_DEVICE: dict[str, tuple[int, str, dict[str, Any], set[str]]] = {
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("case", ["replicas", pytest.param("no replicas", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(
+    ("case", "wire"),
+    [
+        pytest.param(case, wire, marks=[] if (case, wire) == ("replicas", "staged") else pytest.mark.matrix)
+        for case in ON_DEVICE
+        for wire in simulated.WIRES
+    ],
+)
 @pytest.mark.skipif(simulated.compiler() is None, reason="no C++ compiler: g++ makes the simulated device")
-def test_on_a_device(case: str, twin: Twin, tmp_path: Path) -> None:
+def test_on_a_device(case: str, wire: str, twin: Twin, tmp_path: Path) -> None:
     """FSDP2 gathers and reduces on streams of its own there."""
     replicas, precision, fault, ways = ON_DEVICE[case]
     simulated.library()  # the ranks find it compiled
-    faulted = run(tmp_path, replicas, 2, precision, [fault], simulated.NAME)
-    (plan,) = survived(faulted, twin(replicas, 2, precision, simulated.NAME), [fault["rank"]])
+    device = simulated.OVER_NCCL if wire == "nccl" else simulated.NAME
+    faulted = run(tmp_path, replicas, 2, precision, [fault], device)
+    (plan,) = survived(faulted, twin(replicas, 2, precision, device), [fault["rank"]])
+    assert simulated.sent_over_communicators(tmp_path) == (wire == "nccl")
     assert ways <= {entry["strategy"] for entry in plan}
 
 

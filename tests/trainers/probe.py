@@ -29,7 +29,8 @@ ENV_SLOW = "TRAINERS_SLOW"
 ENV_REHEARSED = "TRAINERS_REHEARSED"
 """The last step before each checkpoint waits until the ones before it were rehearsed, on all ranks."""
 ENV_DEVICE = "TRAINERS_DEVICE"
-"""Set: "simulated" (`tests/device`), for trainers that compute where `device` says."""
+"""Set: "simulated" (`tests/device`), for trainers that compute where `device` says; "simulated-nccl": there, with
+communicators."""
 ENV_REPLICAS = "TRAINERS_REPLICAS"
 """So many, also of a trainer whose session has one."""
 _DEPTH_MAX = 12
@@ -39,9 +40,12 @@ _CALM_S = 0.04
 """After each step of a run with kills. A step takes a millisecond here: without a pause no checkpoint is complete
 before the next kill, and every replacement begins at step 0, with whatever its script makes there."""
 
-if os.environ.get(ENV_DEVICE):
+_where = os.environ.get(ENV_DEVICE)
+if _where:
     from tests.device import simulated
 
+    if _where == simulated.OVER_NCCL:
+        simulated.load_with_communicators(Path(os.environ[ENV_DIRECTORY]))
     simulated.load()
 
 _kills = json.loads(os.environ.get(ENV_KILLS) or "[]")
@@ -73,7 +77,7 @@ def replicas() -> int:
 
 def device() -> str:
     """Where the trainer computes."""
-    return os.environ.get(ENV_DEVICE) or "cpu"
+    return simulated.NAME if _where else "cpu"
 
 
 def batch(step: int, dp_rank: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:

@@ -47,17 +47,22 @@ ON_DEVICE = ("autocast_scaler", "gpu_trainer", "pipeline_autocast")
 @pytest.mark.skipif(simulated.compiler() is None, reason="no C++ compiler: g++ makes the simulated device")
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    "trainer",
+    ("trainer", "wire"),
     [
-        pytest.param(t, marks=[] if t.name in ON_DEVICE else pytest.mark.matrix)
+        pytest.param(t, wire, marks=[] if t.name in ON_DEVICE and wire == "staged" else pytest.mark.matrix)
         for t in header.trainers()
         if t.device
+        for wire in simulated.WIRES
     ],
-    ids=_name,
+    ids=lambda value: value if isinstance(value, str) else _name(value),
 )
-def test_a_trainer_on_a_device(trainer: header.Trainer, services: Services, tmp_path: Path) -> None:
+def test_a_trainer_on_a_device(
+    trainer: header.Trainer, wire: str, services: Services, tmp_path: Path
+) -> None:
     simulated.library()  # the ranks find it compiled
-    _check(trainer, max(trainer.worlds), services, tmp_path, device=True)
+    device = simulated.OVER_NCCL if wire == "nccl" else simulated.NAME
+    where = _check(trainer, max(trainer.worlds), services, tmp_path, device=device)
+    assert simulated.sent_over_communicators(where) == (wire == "nccl")
 
 
 KINDS = (
@@ -108,8 +113,9 @@ def test_a_pipeline_whose_ranks_are_lost_for_good(
 
 
 def _check(
-    trainer: header.Trainer, world: int, services: Services, tmp_path: Path, *, device: bool = False
-) -> None:
+    trainer: header.Trainer, world: int, services: Services, tmp_path: Path, *, device: str = ""
+) -> Path:
+    """Returns the folder of its last run."""
     found, where = judge(services, tmp_path, trainer, world, device=device)
     expected = trainer.expected[world]
     if world in trainer.misses:
@@ -119,6 +125,7 @@ def _check(
         pytest.xfail(f"{trainer.because} ({found})")
     assert found.word == expected.verdict, f"{found}\n{(where / 'stderr').read_text()[-3000:]}"
     assert expected.says in found.why
+    return where
 
 
 # --- the folder and its harness ---

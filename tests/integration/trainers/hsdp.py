@@ -1,14 +1,16 @@
 """FSDP2 over the session's mesh: `hsdp.py STEPS REPLICAS SHARDS PRECISION DEVICE [STRATEGY [DIRECTORY [BEGIN]]]`. The
-world size is stages * REPLICAS * SHARDS. DEVICE is cpu or simulated (`tests/device`). At the end each rank writes its
-stage's whole weights and averages of them into DIRECTORY. BEGIN is what was exported of such a job, whose weights are
-in DIRECTORY: this one goes on with them.
+world size is stages * REPLICAS * SHARDS. DEVICE is cpu, simulated (`tests/device`), or simulated-nccl, which is the
+same with communicators. At the end each rank writes its stage's whole weights and averages of them into DIRECTORY.
+BEGIN is what was exported of such a job, whose weights are in DIRECTORY: this one goes on with them.
 
 Every stage is sharded as a whole and layer by layer, in uneven shards (7 rows over 2 ranks). With it come what a
 trainer uses: clipping by the global norm, a schedule of learning rates, dropout, and an average of the weights that
 is sharded like them. PRECISION is fp32, or bf16: FSDP2 then keeps gradients that wait for their reduction apart.
 """
 
+import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +21,8 @@ from torch.distributed.pipelining import Schedule1F1B
 import swift_ft
 from tests.device import simulated
 
-STEPS, REPLICAS, SHARDS, PRECISION, DEVICE = *map(int, sys.argv[1:4]), *sys.argv[4:6]
+STEPS, REPLICAS, SHARDS, PRECISION, WHERE = *map(int, sys.argv[1:4]), *sys.argv[4:6]
+DEVICE = simulated.NAME if WHERE == simulated.OVER_NCCL else WHERE
 STRATEGY = sys.argv[6] if sys.argv[6:] else "auto"
 WIDTH, BATCH, MICROBATCHES = 7, 12, 3
 
@@ -106,6 +109,8 @@ def begin_with(exported: str, module: nn.Module, session: swift_ft.Session) -> N
 def main() -> None:
     if DEVICE == simulated.NAME:
         simulated.load()
+    if WHERE == simulated.OVER_NCCL:
+        simulated.load_with_communicators(Path(os.environ["SWIFT_DIGESTS"]).parent)
     session = swift_ft.Session.from_env(
         seed=5, checkpoint_every=4, replicas=REPLICAS, shards=SHARDS, bucket_bytes=256, strategy=STRATEGY
     )

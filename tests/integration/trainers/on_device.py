@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B
 
 import swift_ft
-from swift_ft.comm import NCCL_ENVIRONMENT
 from tests.device import simulated
 
 MODE, DIRECTORY, WIRE = sys.argv[1], Path(sys.argv[5]), sys.argv[6]
@@ -45,11 +44,10 @@ def loss(given: Tensor, wanted: Tensor) -> Tensor:
 
 
 def main() -> None:
+    if WIRE == "nccl":
+        simulated.load_with_communicators(DIRECTORY.parent)
     simulated.load()
     torch.accelerator.set_device_index(0)
-    if WIRE == "nccl":
-        os.environ.update(NCCL_ENVIRONMENT, FAKE_NCCL=str(DIRECTORY.parent))
-        sys.path.append(str(Path(simulated.__file__).with_name("plugin_nccl")))
     with swift_ft.Session.from_env(
         checkpoint_every=EVERY, rehearse="off", replicas=REPLICAS, updates=UPDATES, bucket_bytes=512
     ) as session:

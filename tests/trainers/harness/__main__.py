@@ -25,10 +25,10 @@ def judge(
     world: int,
     *,
     warm_up: bool = False,
-    device: bool = False,
+    device: str = "",
 ) -> tuple[verdict.Verdict, Path]:
     """Undisturbed, then killed at three places; with `warm_up` at two, each time with a spare that was warmed up.
-    `device`: on the simulated one."""
+    `device`: `probe.ENV_DEVICE`."""
     place.mkdir(parents=True, exist_ok=True)
     name = f"{trainer.name.replace('_', '-')}-{world}-{place.name}"[: _JOB_NAME_MAX - len("-killed")]
     calm = run.run(

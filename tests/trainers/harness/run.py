@@ -9,7 +9,6 @@ from typing import Any
 
 from swift_ft import events
 from swift_ft.fault_grammar import ENV_FAULTS, ENV_FAULTS_DIR
-from tests.device import simulated
 from tests.integration.forked import NOWHERE, Forked
 from tests.trainers import probe
 from tests.trainers.harness import plain
@@ -82,9 +81,9 @@ class Running:
         replicas: int = 0,
         staggered: bool = False,
         rehearsed: bool = False,
-        device: bool = False,
+        device: str = "",
     ) -> None:
-        """`rehearsed`: all ranks are rehearsed twice, and the run waits for that. `device`: on the simulated one.
+        """`rehearsed`: all ranks are rehearsed twice, and the run waits for that. `device`: `probe.ENV_DEVICE`.
 
         `warm_up`: spares are warmed up, and each kill waits for one. `replicas`: strategy "adaptive", with so many;
         nobody comes for a rank that is killed. `staggered`: under it steps go on without their vote."""
@@ -125,7 +124,7 @@ class Running:
             probe.ENV_STEPS: str(trainer.steps),
             probe.ENV_SLOW: "1" if kills else "",
             probe.ENV_REPLICAS: str(replicas or ""),
-            probe.ENV_DEVICE: simulated.NAME if device else "",
+            probe.ENV_DEVICE: device,
             probe.ENV_REHEARSED: "1" if rehearsed else "",
         }
         words = ["--coordinator", services.coordinator, "--job", job, "--nproc-per-node", str(world)]
@@ -219,7 +218,7 @@ def run(
     replicas: int = 0,
     staggered: bool = False,
     rehearsed: bool = False,
-    device: bool = False,
+    device: str = "",
 ) -> Outcome:
     """To its end."""
     running = Running(
