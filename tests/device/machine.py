@@ -1,18 +1,25 @@
 """The device that a test runs on: the simulated one, or CUDA, where `tests/gpu` calls the same functions."""
 
 import contextlib
+import functools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
 
 import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from swift_ft.comm.backend import Fabric
+from swift_ft.comm.message_collectives import MessageCircuit
 from swift_ft.device import Accelerator, accelerator_of
 from tests.device import simulated
 
 BUSY_CYCLES = 1_000_000_000
 """A CUDA stream stands still by a kernel that takes about half a second."""
 BUSY_S = 0.1
+CONNECTED_WITHIN = timedelta(seconds=60)
 LOOK_S = 0.05
 """For so long a test looks that something does not happen."""
 
@@ -58,6 +65,27 @@ def never(happened: Callable[[], bool]) -> None:
     while time.monotonic() < until:
         assert not happened()
         time.sleep(0.002)
+
+
+def together(*calls: Callable[[], None]) -> None:
+    """Each in a thread of its own."""
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def connected(fabrics: Sequence[Fabric]) -> list[MessageCircuit]:
+    """The circuits of one group, whose members are all in this process."""
+    store, circuits = HashStore(), dict[int, Any]()
+
+    def connect(own: int) -> None:
+        made = fabrics[own].connect(store, own, len(fabrics), CONNECTED_WITHIN)
+        circuits[own] = made.circuit(range(len(fabrics)), 0, f"all{own}")
+
+    together(*(functools.partial(connect, own) for own in range(len(fabrics))))
+    return [circuits[own] for own in range(len(fabrics))]
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -25,12 +24,11 @@ from swift_ft.comm.worker_thread import Broken
 from swift_ft.device import Accelerator, Readings
 from swift_ft.errors import UsageError
 from tests.device.fake_nccl import GARBAGE, FakeNccl
-from tests.device.machine import no_waits
+from tests.device.machine import CONNECTED_WITHIN, connected, no_waits, together
 from tests.unit.log.service import eventually
 
 N = 1000
 PATIENCE_S = 20.0
-CONNECTED_WITHIN = timedelta(seconds=60)
 
 
 class _EachItsOwn(FakeNccl):
@@ -54,25 +52,10 @@ class Members:
     def __init__(self) -> None:
         torch.zeros(1, device="simulated")
         self.fabrics = [NcclFabric(Sockets(tuple), _EachItsOwn()) for _ in range(2)]
-        store, circuits = HashStore(), dict[int, MessageCircuit]()
-
-        def connect(own: int) -> None:
-            made = self.fabrics[own].connect(store, own, 2, CONNECTED_WITHIN)
-            circuits[own] = made.circuit(range(2), 0, f"all{own}")
-
-        _together(lambda: connect(0), lambda: connect(1))
-        self.first, self.second = circuits[0], circuits[1]
+        self.first, self.second = connected(self.fabrics)
 
     def abort(self) -> None:
-        _together(*(fabric.abort for fabric in self.fabrics))
-
-
-def _together(*calls: Callable[[], None]) -> None:
-    threads = [threading.Thread(target=call) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+        together(*(fabric.abort for fabric in self.fabrics))
 
 
 @contextlib.contextmanager
@@ -133,8 +116,8 @@ def outcomes(*backends: NcclBackend) -> list[str | int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MASTER_ADDR", "127.0.0.1")
-        _together(*(functools.partial(connect, own) for own in range(len(backends))))
-    _together(*(fabric.abort for fabric in fabrics))
+        together(*(functools.partial(connect, own) for own in range(len(backends))))
+    together(*(fabric.abort for fabric in fabrics))
     for fabric in fabrics:
         fabric.close()
     return [found[own] for own in range(len(backends))]

@@ -8,17 +8,15 @@ import contextlib
 import gc
 import threading
 from collections.abc import Iterator
-from datetime import timedelta
 
 import pytest
 import torch
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from swift_ft.comm.backend import Collectives
 from swift_ft.comm.gloo import GlooBackend
-from swift_ft.comm.message_collectives import MessageCircuit, operation
+from swift_ft.comm.message_collectives import operation
 from swift_ft.comm.worker_thread import Broken
-from tests.device.machine import held, here, never, no_waits
+from tests.device.machine import connected, held, here, never, no_waits
 from tests.unit.log.service import eventually
 
 N = 1 << 14
@@ -43,18 +41,7 @@ class Pair:
 
     def __init__(self) -> None:
         self.fabrics = [GlooBackend().open() for _ in range(2)]
-        store, circuits = HashStore(), dict[int, MessageCircuit]()
-
-        def connect(place: int) -> None:
-            made = self.fabrics[place].connect(store, place, 2, timedelta(seconds=60))
-            circuits[place] = made.circuit(range(2), 0, f"all{place}")
-
-        threads = [threading.Thread(target=connect, args=(place,)) for place in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        self.first, self.second = circuits[0], circuits[1]
+        self.first, self.second = connected(self.fabrics)
 
     def all_reduce(self, tensors: list[torch.Tensor]) -> None:
         tasks = [

@@ -116,9 +116,8 @@ class TorchNccl:
     def identity(self, device: Accelerator) -> str:
         """Returns the GPU's own name."""
         properties: Any = torch.get_device_module(device.torch).get_device_properties(device.torch)
-        shared = (
-            os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-        )  # ranks of one GPU may connect (NCCL 2.30)
+        # With this (NCCL 2.30) ranks of one GPU may connect.
+        shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
         return f"{properties.uuid}{f' of {uuid.uuid4()}' if shared else ''}"
 
     def obstacle(self) -> str:
@@ -368,10 +367,8 @@ class NcclFabric(GlooFabric):
             if communicators:
                 try:
                     self._library.abort(communicators)
-                except (
-                    RuntimeError
-                ) as error:  # this is the watcher: the trainer's thread hears of it in `close`
-                    self._unended = error
+                except RuntimeError as error:
+                    self._unended = error  # this is the watcher: the trainer's thread hears of it in `close`
 
     def close(self) -> None:
         """Raises AcceleratorError if an abort has failed: some kernel never ends, or writes to memory of others."""

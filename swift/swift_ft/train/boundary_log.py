@@ -494,7 +494,6 @@ class Channel:
         self.giving_only: Callable[[], AbstractContextManager[None]] = nullcontext
         """(a rehearsal) Context for a collective whose result is read from the log."""
         self.profile = StepProfile()
-        """(replay) Time of the trainer's thread."""
         self._replayed_too: Mapping[int, int] = {}
 
     @property
