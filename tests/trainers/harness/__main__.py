@@ -18,6 +18,11 @@ from tests.trainers.harness.services import Services
 _JOB_NAME_MAX = 64
 
 
+def _job(name: str) -> str:
+    """The end of a long name: a number there tells a place from others, and a job from them."""
+    return name[-(_JOB_NAME_MAX - len("-killed")) :].lstrip("-_")
+
+
 def judge(
     services: Services,
     place: Path,
@@ -30,7 +35,7 @@ def judge(
     """Undisturbed, then killed at three places; with `warm_up` at two, each time with a spare that was warmed up.
     `device`: `probe.ENV_DEVICE`."""
     place.mkdir(parents=True, exist_ok=True)
-    name = f"{trainer.name.replace('_', '-')}-{world}-{place.name}"[: _JOB_NAME_MAX - len("-killed")]
+    name = _job(f"{trainer.name.replace('_', '-')}-{world}-{place.name}")
     calm = run.run(
         services, place / f"{name}-calm", trainer, world, (), f"{name}-calm", rehearsed=True, device=device
     )
@@ -56,7 +61,7 @@ def judge_adaptive(
     """With two replicas of two stages, of which two ranks are lost and nobody comes for them. `staggered`: in that run
     steps go on without their vote; those of the undisturbed run wait."""
     place.mkdir(parents=True, exist_ok=True)
-    world, name = 4, f"{trainer.name.replace('_', '-')}-{place.name}"[: _JOB_NAME_MAX - len("-killed")]
+    world, name = 4, _job(f"{trainer.name.replace('_', '-')}-{place.name}")
     calm = run.run(services, place / f"{name}-calm", trainer, world, (), f"{name}-calm", replicas=2)
     found = verdict.of_undisturbed(calm)
     if found.word != verdict.SAME:
