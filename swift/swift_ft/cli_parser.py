@@ -4,12 +4,13 @@ import argparse
 import importlib
 import ipaddress
 import math
+import re
 from pathlib import Path
 from typing import Any, NoReturn
 
 from swift_ft.errors import UsageError
 from swift_ft.files import write_whole
-from swift_ft.text import port_number
+from swift_ft.text import split_address
 
 
 class Parser(argparse.ArgumentParser):
@@ -38,13 +39,25 @@ def only_finite(parser: argparse.ArgumentParser) -> None:
     parser.register("type", float, finite)
 
 
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+def local_directory(text: str) -> Path:
+    """Parses the name of a directory (an argparse `type`). Raises UsageError for the URL of an object store: as a path
+    it would name a folder such as ``./s3:``."""
+    if _URL.match(text):
+        raise UsageError(
+            f"{text[:80]} is a URL, and only directories are supported: name one, local or mounted"
+        )
+    return Path(text)
+
+
 def host_and_port(text: str, flag: str) -> tuple[str, int]:
     """Parses HOST:PORT. Raises UsageError, which names `flag`."""
-    host, colon, port = text.rpartition(":")
-    number = port_number(port)
-    if not colon or not host or number is None:
+    place = split_address(text)
+    if place is None:
         raise UsageError(f"{flag} {text[:80]!r} is not HOST:PORT, such as 127.0.0.1:0")
-    return host, number
+    return place
 
 
 def is_loopback(host: str) -> bool:

@@ -1,7 +1,6 @@
 """Client credentials: renewed token files, channels that use TLS and tokens, and health checks."""
 
 import os
-import re
 import socket
 import ssl
 import threading
@@ -16,7 +15,7 @@ import grpc
 from swift_ft import events
 from swift_ft.cli_parser import is_loopback
 from swift_ft.errors import UsageError
-from swift_ft.text import port_number
+from swift_ft.text import split_address
 from swift_ft.tokens import Owner, Role, Signature, SigningKey, read_file, read_secret, signature, write_file
 
 # Overview of authentication: tokens and their keys, roles, and channels that carry tokens over TLS.
@@ -131,9 +130,6 @@ ENV_INSECURE = "SWIFT_INSECURE"
 AUTHORIZATION = "authorization"
 BEARER = "Bearer "
 _RELOAD_S = 1.0
-_HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252}[A-Za-z0-9_])?|\[[0-9A-Fa-f:.]{2,45}\]")
-_SCHEMES = {"dns", "ipv4", "ipv6", "unix", "unix-abstract", "vsock", "xds", "google-c2p"}
-"""URI schemes of gRPC: it takes "unix:7301" for a socket's path."""
 
 Options = Sequence[tuple[str, Any]]
 
@@ -180,10 +176,9 @@ class Credentials:
         )
 
     def check(self, address: str) -> None:
-        """Raises UsageError if a file is missing or accessible to others, or if the connection would be unencrypted."""
-        host, _, port = address.rpartition(":")
-        if not host or port_number(port) is None:
-            raise UsageError(f"{address!r} is not HOST:PORT, such as 10.0.0.5:7301")
+        """Raises UsageError if the address is not HOST:PORT, if a file is missing or accessible to others, or if the
+        connection would be unencrypted."""
+        host = _host(address)
         if self.ca is None and not self.insecure and not is_loopback(host):
             raise UsageError(
                 f"{address} is not loopback and {ENV_CA} is not set: name the CA of its certificate there, "
@@ -195,10 +190,8 @@ class Credentials:
 
     def check_named(self, address: str) -> None:
         """Checks an address that another party has named. Raises UsageError as `check` does, and if the address would
-        get this process's token unencrypted, even where that is allowed otherwise, or is not the port of a host."""
-        host, _, port = address.rpartition(":")
-        if port_number(port) is None or not _HOST.fullmatch(host) or host.lower() in _SCHEMES:
-            raise UsageError(f"{address!r} is not HOST:PORT, such as 10.0.0.5:7301")
+        get this process's token unencrypted, even where that is allowed otherwise."""
+        host = _host(address)
         if self.token_file is not None and self.ca is None and not is_loopback(host):
             raise UsageError(
                 f"{address} is not loopback, and without {ENV_CA} it would be given the token in clear text: "
@@ -217,6 +210,14 @@ class Credentials:
 
     def tls_files(self) -> list[Path]:
         return [path for path in (self.ca, self.certificate, self.key) if path is not None]
+
+
+def _host(address: str) -> str:
+    """Returns the host of an address. Raises UsageError if this is not the port of a host, but a URL for example."""
+    place = split_address(address)
+    if place is None:
+        raise UsageError(f"{address[:80]!r} is not HOST:PORT, such as 10.0.0.5:7301")
+    return place[0]
 
 
 def read_token(path: Path) -> str:

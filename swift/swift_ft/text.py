@@ -182,6 +182,18 @@ def port_number(text: str) -> int | None:
     return port if port is not None and port < 1 << 16 else None
 
 
+_HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252}[A-Za-z0-9_])?|\[[0-9A-Fa-f:.]{2,45}\]")
+_SCHEMES = {"dns", "ipv4", "ipv6", "unix", "unix-abstract", "vsock", "xds", "google-c2p"}
+"""URI schemes of gRPC: it takes "unix:7301" for a socket's path."""
+
+
+def split_address(text: str) -> tuple[str, int] | None:
+    """Parses HOST:PORT. Returns None for other text, such as a URL."""
+    host, _, digits = text.rpartition(":")
+    port = port_number(digits)
+    return None if port is None or not _HOST.fullmatch(host) or host.lower() in _SCHEMES else (host, port)
+
+
 def parse_json(content: str | bytes, where: str = "") -> Any:
     """Parses JSON. It must not be nested deeper than `DEPTH_MAX` or have duplicate keys, and all numbers and characters
     must be encodable again. Raises UsageError in one line, which begins with `where`."""

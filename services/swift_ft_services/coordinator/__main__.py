@@ -20,7 +20,7 @@ import grpc
 
 from swift_ft import events, logs
 from swift_ft._pb import coordinator_pb2_grpc as pb_grpc
-from swift_ft.cli_parser import Parser, metrics_address
+from swift_ft.cli_parser import Parser, local_directory, metrics_address
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.log.placement import COPIES_MAX, machines, parse_server
 from swift_ft_services import listening, program
@@ -114,7 +114,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         prog="swift-ft coordinator",
         description="Runs the coordinator: membership, generations and recovery of training jobs.",
     )
-    parser.add_argument("--directory", type=Path, required=True, help="the directory of its durable state")
+    parser.add_argument(
+        "--directory", type=local_directory, required=True, help="the directory of its durable state"
+    )
     parser.add_argument(
         "--log-servers",
         default="",

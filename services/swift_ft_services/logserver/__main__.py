@@ -7,7 +7,6 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 
 # gRPC reads this at import: otherwise its own messages about a port in use would appear next to ours.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -15,7 +14,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 import grpc
 
 from swift_ft import events, logs
-from swift_ft.cli_parser import Parser, metrics_address
+from swift_ft.cli_parser import Parser, local_directory, metrics_address
 from swift_ft.errors import UsageError
 from swift_ft.log.directory import LIVES_S, age_s, free_bytes
 from swift_ft.log.frame import BODY_BYTES_MAX
@@ -83,7 +82,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         description="Keeps the log of training jobs in a directory and serves it over gRPC.",
     )
     parser.add_argument(
-        "--directory", type=Path, required=True, help="the directory of the segments; made if it is missing"
+        "--directory",
+        type=local_directory,
+        required=True,
+        help="the directory of the segments; made if it is missing",
     )
     parser.add_argument(
         "--fsync",

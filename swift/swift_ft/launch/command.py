@@ -22,7 +22,7 @@ from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import Std
 
 from swift_ft import events
-from swift_ft.cli_parser import import_with_extra, only_finite
+from swift_ft.cli_parser import import_with_extra, local_directory, only_finite
 from swift_ft.errors import ServiceError, SwiftError, UsageError
 from swift_ft.launch.agent import ReplacingAgent
 from swift_ft.launch.children import Nursery, SignalGate, Signalled
@@ -284,7 +284,12 @@ def _add_health_check(ours: "argparse._ArgumentGroup") -> None:
 
 def _add_checkpoints(ours: "argparse._ArgumentGroup") -> None:
     add = _adder(ours)
-    ours.add_argument("--checkpoint-dir", metavar="DIR", help="The directory of the ranks' checkpoints.")
+    ours.add_argument(
+        "--checkpoint-dir",
+        type=local_directory,
+        metavar="DIR",
+        help="The directory of the ranks' checkpoints.",
+    )
     add(
         "--from-job",
         metavar="NAME",

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import xxhash
 
 from swift_ft.errors import UsageError
-from swift_ft.text import port_number
+from swift_ft.text import split_address
 
 # Notation of a log server on command lines: ``HOST:PORT``, or ``MACHINE=HOST:PORT``.
 
@@ -26,10 +26,10 @@ def parse_server(text: str, flag: str) -> tuple[str, str]:
     """Returns (machine, address). Default machine: this one if the address is loopback, else the address's host.
     Raises UsageError for text of another form."""
     machine, named, address = text.rpartition("=")
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or port_number(port) is None or (named and not machine):
+    place = split_address(address)
+    if place is None or (named and not machine):
         raise UsageError(f"{flag} {text[:80]}: write HOST:PORT, or MACHINE=HOST:PORT")
-    host = host.strip("[]")
+    host = place[0].strip("[]")
     try:
         loopback = ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -32,7 +32,7 @@ from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from swift_ft.cli_parser import Parser, host_and_port
+from swift_ft.cli_parser import Parser, host_and_port, local_directory
 from swift_ft.credentials import ENV_TOKEN_FILE, SECURITY_KEY, advised, read_token
 from swift_ft.errors import SwiftError, UsageError
 from swift_ft.log.protocol import TIME_KEY, VERSION_KEY, message_of, open_channel
@@ -489,7 +489,9 @@ def parser() -> Parser:
         description="Checks whether this machine is fit for swift, and whether the services answer.",
     )
     parser.add_argument(
-        "--directory", type=Path, help="the log server's directory; 64 MiB are written there and removed"
+        "--directory",
+        type=local_directory,
+        help="the log server's directory; 64 MiB are written there and removed",
     )
     parser.add_argument(
         "--ranks", type=int, default=0, help="the number of ranks that will run on this machine"

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from swift_ft.cli_parser import Parser
+from swift_ft.cli_parser import Parser, local_directory
 from swift_ft.errors import ServiceError, SwiftError, UsageError
 from swift_ft.log.record import check_name
 from swift_ft.state import export
@@ -22,7 +22,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="exit codes: 0 done, 2 usage, 3 no version is whole (or not the one named)",
     )
-    parser.add_argument("--checkpoint-dir", required=True, metavar="DIR", help="as swift-ft run was given it")
+    parser.add_argument(
+        "--checkpoint-dir",
+        type=local_directory,
+        required=True,
+        metavar="DIR",
+        help="as swift-ft run was given it",
+    )
     parser.add_argument("--job", required=True, help="the job's name")
     parser.add_argument(
         "--version", type=int, metavar="V", help="export this version (default: the newest one that is whole)"

@@ -12,7 +12,7 @@ from typing import Any
 # gRPC reads this at import: otherwise its own messages about an absent server would appear next to ours.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
-from swift_ft.cli_parser import Parser
+from swift_ft.cli_parser import Parser, local_directory
 from swift_ft.credentials import advised
 from swift_ft.errors import LogUnavailable, RecordCorrupt, ServiceError, SwiftError, UsageError
 from swift_ft.log import admin
@@ -145,7 +145,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         epilog="exit codes: 0 done, 1 something is damaged, 2 usage, 3 the server or the disk does not allow it",
     )
     parser.add_argument(
-        "--directory", type=Path, metavar="DIR", help="a log server's directory; the server may be running"
+        "--directory",
+        type=local_directory,
+        metavar="DIR",
+        help="a log server's directory; the server may be running",
     )
     parser.add_argument("--server", default="", metavar="HOST:PORT", help="ask a running log server")
     parser.add_argument("--job", default="", help="only this job")

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from swift_ft import device
-from swift_ft.cli_parser import metrics_address
+from swift_ft.cli_parser import local_directory, metrics_address
 from swift_ft.errors import UsageError
 from swift_ft.log.codec import NAMES as CODECS
 from swift_ft.log.protocol import Fsync
@@ -460,7 +460,7 @@ def checkpoint_directory(job: str) -> str:
         raise UsageError(
             "the job has no directory for checkpoints: name it with `swift-ft run --checkpoint-dir DIR`"
         )
-    return os.path.join(checkpoints, job)
+    return os.path.join(local_directory(checkpoints), job)
 
 
 def fitted(config: SessionConfig, world_size: int) -> tuple[SessionConfig, Assignment]:

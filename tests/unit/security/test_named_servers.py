@@ -13,6 +13,7 @@ from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.credentials import ENV_CA, ENV_INSECURE, ENV_TOKEN_FILE, Credentials
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.lab.drill.cluster import Pair, PrivateCA
+from swift_ft.log.placement import parse_server
 from swift_ft.tokens import COORDINATOR, MAY_CALL, Role
 from swift_ft_services.coordinator import commands as m
 from swift_ft_services.coordinator.driver import Driver
@@ -171,11 +172,15 @@ def test_a_named_address_is_a_host_and_a_port(address: str) -> None:
         Credentials(insecure=True).check_named(address)
 
 
-@pytest.mark.parametrize("address", ["nonsense", "127.0.0.1", ":7300", "h:", "h:99999", "h:x"])
+@pytest.mark.parametrize(
+    "address", ["nonsense", "127.0.0.1", ":7300", "h:", "h:99999", "h:x", "http://127.0.0.1:7702", "unix:7"]
+)
 def test_an_address_of_ones_own_is_a_host_and_a_port_as_well(address: str) -> None:
     """It was said to be off loopback, and to want TLS."""
     with pytest.raises(UsageError, match="is not HOST:PORT"):
         Credentials().check(address)
+    with pytest.raises(UsageError, match="write HOST:PORT"):
+        parse_server(address, "--log-servers")
 
 
 @pytest.mark.parametrize(
