@@ -49,6 +49,10 @@ OTHERS = {
         "tools.status",
         "show what a job does now: its state, each rank's version, how long a replay will still take",
     ),
+    "events": (
+        "tools.status:events",
+        "show a job's history: each generation with its cause, its plan and its times",
+    ),
     "jobs": ("tools.status:jobs", "list a coordinator's jobs: state, version, newest checkpoint of each"),
     "logs": (
         "tools.status:logs",

@@ -15,6 +15,7 @@ import contextlib
 import logging
 import math
 import secrets
+import time
 from bisect import bisect
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
@@ -26,7 +27,7 @@ from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.errors import UsageError
 from swift_ft.text import LASTING_KEYS
 from swift_ft_services.coordinator import commands as m
-from swift_ft_services.coordinator import restarts
+from swift_ft_services.coordinator import history, restarts
 from swift_ft_services.coordinator.checks import is_stale
 from swift_ft_services.coordinator.commands import Refusal, Refused
 from swift_ft_services.coordinator.communicators import job_class
@@ -636,6 +637,7 @@ class Driver:
         *,
         copies: int = 1,
         clock: Callable[[], float] = events.now,
+        wall_clock: Callable[[], float] = time.time,
         caught_up: Callable[[], bool] = lambda: True,
         after_durable: Callable[[JobRow, m.Persist], None] = lambda row, persist: None,
         jobs_max: int = JOBS_MAX,
@@ -647,6 +649,7 @@ class Driver:
         self._log_servers = log_servers
         self._copies = copies
         self._clock = clock
+        self._wall_clock = wall_clock
         self._caught_up = caught_up
         """Returns whether the inbox was empty at some moment since the last call."""
         self._after_durable = after_durable
@@ -811,9 +814,15 @@ class Driver:
 
         return await self._in_turn(work)
 
-    async def status(self, name: str) -> pb.StatusReply:
+    async def status(self, name: str, *, with_history: bool = False) -> pb.StatusReply:
         """Returns the job's status. Runs in a turn, so that it shows only durable state."""
-        return await self._in_turn(lambda: status_of(self._job(name), self._clock()))
+        status = await self._in_turn(lambda: status_of(self._job(name), self._clock()))
+        if with_history:
+            try:
+                status.history.extend(history.read(name, await self._store.read(history.prefix_of(name))))
+            except StoreFailed as failure:
+                raise Unavailable(str(failure)) from failure
+        return status
 
     async def jobs(self, may_see: Callable[[str], bool]) -> pb.JobsReply:
         """Returns the jobs that the caller may see, up to JOBS_SHOWN_MAX. Runs in a turn, as `status`."""
@@ -913,7 +922,7 @@ class Driver:
         self._effects = []
         try:
             await self._make_durable(
-                {job.row.job: job for job, effect in effects if isinstance(effect, m.Persist)}
+                [(job, effect) for job, effect in effects if isinstance(effect, m.Persist)]
             )
         except Unavailable as unavailable:
             # Every decision of this turn is void, including refusals.
@@ -976,10 +985,16 @@ class Driver:
             isinstance(effect, m.Persist) and effect.entered is not None for effect in effects
         )
 
-    async def _make_durable(self, jobs: Mapping[str, Job]) -> None:
-        """Commits the changes of these jobs. Raises Unavailable if that fails; then this process must end."""
+    async def _make_durable(self, changes: Sequence[tuple[Job, m.Persist]]) -> None:
+        """Commits the changes of these jobs, and with them the states that they enter to their histories. Raises
+        Unavailable if that fails; then this process must end."""
         self._check_up()
+        jobs = {job.row.job: job for job, _ in changes}
         puts, deletes = dict[str, str](), list[str]()
+        for job, persist in changes:
+            if persist.entered is not None:
+                puts |= history.put(job.row, self._wall_clock())
+                deletes += history.forgotten(job.row)
         for job in jobs.values():
             changed, gone = job.changes.drain()
             puts |= changed

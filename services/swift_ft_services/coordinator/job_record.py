@@ -407,13 +407,13 @@ class Changes:
         for name, *entry in self._dirty:
             key, value = key_of(row.job, name, *entry), getattr(row, name)
             if not entry:
-                puts[key] = _sealed(key, value)
+                puts[key] = sealed(key, value)
             elif entry[0] in value:
-                puts[key] = _sealed(key, value[entry[0]])
+                puts[key] = sealed(key, value[entry[0]])
             else:
                 deletes.append(key)
         key = row_key(row.job)
-        puts[key] = _sealed(key, {"format": FORMAT, "revision": row.revision})
+        puts[key] = sealed(key, {"format": FORMAT, "revision": row.revision})
         self._dirty.clear()
         return puts, deletes
 
@@ -429,7 +429,7 @@ def by_job(stored: Mapping[str, Stored]) -> dict[str, dict[str, Stored]]:
 def decode(job: str, parts: Mapping[str, str]) -> JobRow:
     """Returns the row that these parts make up. Raises ValueError, or any Python error on malformed parts."""
     prefix = key_of(job, "")
-    said = {key: _opened(key, text) for key, text in parts.items()}
+    said = {key: opened(key, text) for key, text in parts.items()}
     if row_key(job) not in said:
         raise ValueError("the part that holds it together is missing")
     head = said.pop(row_key(job))
@@ -450,13 +450,15 @@ def decode(job: str, parts: Mapping[str, str]) -> JobRow:
     return JobRow(**values)
 
 
-def _sealed(key: str, value: object) -> str:
+def sealed(key: str, value: object) -> str:
+    """Returns the text that stores a value: a checksum over key and value, and the value as JSON."""
     text = json.dumps(value, separators=(",", ":"), default=_plain)
     return f"{_checksum(key, text)} {text}"
 
 
-def _opened(key: str, sealed: str) -> Any:
-    checksum, _, text = sealed.partition(" ")
+def opened(key: str, stored: str) -> Any:
+    """Inverse of `sealed`. Raises ValueError if the checksum does not match."""
+    checksum, _, text = stored.partition(" ")
     if checksum != _checksum(key, text):
         raise ValueError(f"the checksum of {key} does not match")
     return json.loads(text)

@@ -238,7 +238,9 @@ class Servicer(pb_grpc.CoordinatorServicer):
         return await self._answer_now(context, request.job, lambda: self._driver.measurements(request.job))
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
-        return await self._answer(context, request.job, lambda: self._driver.status(request.job))
+        return await self._answer(
+            context, request.job, lambda: self._driver.status(request.job, with_history=request.history)
+        )
 
     async def Jobs(self, request: pb.JobsRequest, context: Context) -> pb.JobsReply:
         try:

@@ -2312,15 +2312,19 @@ class StatusRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_FIELD_NUMBER: _builtins.int
+    HISTORY_FIELD_NUMBER: _builtins.int
     job: _builtins.str
+    history: _builtins.bool
+    """with the job's generations"""
     def __init__(
         self,
         *,
         job: _builtins.str = ...,
+        history: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["history", b"history", "job", b"job"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2431,6 +2435,7 @@ class StatusReply(_message.Message):
     RANKS_FIELD_NUMBER: _builtins.int
     SUSPICIONS_FIELD_NUMBER: _builtins.int
     LOG_SERVERS_FIELD_NUMBER: _builtins.int
+    HISTORY_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def view(self) -> Global___View: ...
     @_builtins.property
@@ -2439,6 +2444,10 @@ class StatusReply(_message.Message):
     def suspicions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Suspicion]: ...
     @_builtins.property
     def log_servers(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogServerStatus]: ...
+    @_builtins.property
+    def history(self) -> _containers.RepeatedCompositeFieldContainer[Global___Generation]:
+        """only if asked for: the newest ones, ascending"""
+
     def __init__(
         self,
         *,
@@ -2446,14 +2455,73 @@ class StatusReply(_message.Message):
         ranks: _abc.Iterable[Global___RankStatus] | None = ...,
         suspicions: _abc.Iterable[Global___Suspicion] | None = ...,
         log_servers: _abc.Iterable[Global___LogServerStatus] | None = ...,
+        history: _abc.Iterable[Global___Generation] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["view", b"view"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["log_servers", b"log_servers", "ranks", b"ranks", "suspicions", b"suspicions", "view", b"view"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["history", b"history", "log_servers", b"log_servers", "ranks", b"ranks", "suspicions", b"suspicions", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatusReply: _TypeAlias = StatusReply  # noqa: Y015
+
+@_typing.final
+class Generation(_message.Message):
+    """A generation, as it became durable."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    ENTRIES_FIELD_NUMBER: _builtins.int
+    PLAN_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    plan: _builtins.str
+    """of its recovery; empty: it had none"""
+    @_builtins.property
+    def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___Entry]:
+        """the states that it has entered, in this order"""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        entries: _abc.Iterable[Global___Entry] | None = ...,
+        plan: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entries", b"entries", "number", b"number", "plan", b"plan"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Generation: _TypeAlias = Generation  # noqa: Y015
+
+@_typing.final
+class Entry(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    AT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    state: Global___State.ValueType
+    at: _builtins.float
+    """seconds since 1970, by the coordinator's clock"""
+    reason: _builtins.str
+    """of the generation; in a state that ends the job, of the end"""
+    def __init__(
+        self,
+        *,
+        state: Global___State.ValueType = ...,
+        at: _builtins.float = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "reason", b"reason", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Entry: _TypeAlias = Entry  # noqa: Y015
 
 @_typing.final
 class JobsRequest(_message.Message):

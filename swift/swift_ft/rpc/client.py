@@ -189,9 +189,9 @@ class CoordinatorClient:
             self.renewed_at = begun
         return reply
 
-    def status(self) -> pb.StatusReply:
-        """Returns the View, with every rank's lease, version and suspicions."""
-        reply: pb.StatusReply = self.call(pb.StatusRequest())
+    def status(self, *, history: bool = False) -> pb.StatusReply:
+        """Returns the View, with every rank's lease, version and suspicions, and with the job's history if wanted."""
+        reply: pb.StatusReply = self.call(pb.StatusRequest(history=history))
         return reply
 
     def jobs(self) -> pb.JobsReply:

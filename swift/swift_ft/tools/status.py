@@ -1,10 +1,14 @@
-"""`swift-ft status`, `jobs` and `logs`: what a coordinator knows of a job, of all jobs, and of a job's log servers."""
+"""`swift-ft status`, `events`, `jobs` and `logs`: what a coordinator knows of a job, of its past, of all jobs, and of a
+job's log servers."""
 
 import argparse
 import json
+import math
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from typing import Any
 
 from swift_ft._pb import coordinator_pb2 as pb
@@ -14,17 +18,24 @@ from swift_ft.log.placement import parse_server
 from swift_ft.rpc.client import CoordinatorClient
 from swift_ft.rpc.codec import as_json
 from swift_ft.rpc.views import inexact_words, rehearsal_words, state_name
-from swift_ft.text import show, table, tell
+from swift_ft.text import listed, show, table, tell, time_words
 
 OVER = (pb.FINISHED, pb.FAILED, pb.STOPPED)
 """States in which a job's ranks and log servers are no longer monitored."""
 PATIENCE_S = 10.0
 """Seconds to wait for a coordinator that is being restarted; short, because a person waits."""
+WATCH_S = 2.0
+"""Seconds between two answers of --watch."""
+WATCH_S_MAX = 86400.0
 SILENT_S = 5.0
 """Seconds after which a log server that does not answer is shown as silent."""
 OF_STATUS = """\
 Shows what a job does: its state and what that waits for, the version of each rank, how far a replay is and how long it
-will still take, and what ranks suspect."""
+will still take, and what ranks suspect. Without --job it is the only job, or the only one under way. If there are
+several, they are listed."""
+OF_EVENTS = """\
+Shows a job's history: each generation (the newest 256) with its cause, its plan, and when it entered which state. It is
+kept by the coordinator, and is complete after a restart of it."""
 OF_JOBS = """\
 Lists a coordinator's jobs, those under way first: state, generation, living ranks, version, newest checkpoint. With
 tokens only the jobs that the token in $SWIFT_TOKEN_FILE is of."""
@@ -48,7 +59,20 @@ def _parser(command: str, description: str) -> Parser:
     if command == "jobs":
         parser.set_defaults(job="")
     else:
-        parser.add_argument("--job", required=True, metavar="NAME")
+        parser.add_argument(
+            "--job", default="", metavar="NAME", help="default: the only job, if there is one"
+        )
+    if command in ("status", "jobs"):
+        parser.add_argument(
+            "--watch",
+            type=float,
+            nargs="?",
+            const=WATCH_S,
+            metavar="SECONDS",
+            help="show it again every few seconds (default %(const)s), until Ctrl-C",
+        )
+    else:
+        parser.set_defaults(watch=None)
     parser.add_argument("--json", action="store_true", help="print the coordinator's whole answer as JSON")
     return parser
 
@@ -58,23 +82,69 @@ def _answer(
     ask: Callable[[CoordinatorClient], Any],
     lines: Callable[[Any], Sequence[str]],
 ) -> int:
-    """Asks the coordinator and prints the answer. A failed call is reported at once, and retried for `PATIENCE_S`.
-    Raises ServiceError if the coordinator does not answer."""
-    client = CoordinatorClient(given.coordinator, given.job, patience_s=PATIENCE_S, tell=tell)
+    """Asks the coordinator and prints the answer, with --watch again and again. A failed call is reported at once, and
+    retried for `PATIENCE_S`, with --watch until it is answered. Raises ServiceError if the coordinator does not answer,
+    UsageError if no job is named and there is not just one."""
+    if given.watch is not None and not 0 < given.watch <= WATCH_S_MAX:
+        raise UsageError(f"--watch {given.watch:g}: seconds, more than 0, at most {WATCH_S_MAX:g}")
+    patience_s = PATIENCE_S if given.watch is None else math.inf
+    client = CoordinatorClient(given.coordinator, given.job, patience_s=patience_s, tell=tell)
     try:
-        reply = ask(client)
+        while True:
+            reply = ask(client)
+            if given.watch is not None and not given.json and sys.stdout.isatty():
+                print("\x1b[H\x1b[2J", end="")  # the cursor to the upper left, and the screen is empty
+            if given.json:
+                print(json.dumps(as_json(reply), indent=2 if given.watch is None else None))
+            else:
+                show(job_lines(reply) if isinstance(reply, pb.JobsReply) else lines(reply))
+            if given.watch is None:
+                return 0
+            sys.stdout.flush()
+            time.sleep(given.watch)
     finally:
         client.close()
-    if given.json:
-        print(json.dumps(as_json(reply), indent=2))
-    else:
-        show(lines(reply))
-    return 0
+
+
+def _only_job(client: CoordinatorClient) -> pb.JobsReply | None:
+    """Makes the client's job the only one, of those under way if there are several. Returns the list of jobs if that
+    leaves the choice open."""
+    if client.job:
+        return None
+    reply = client.jobs()
+    under_way = [job for job in reply.jobs if job.state not in OVER]
+    chosen = under_way or reply.jobs
+    if len(chosen) != 1 or reply.left_out:
+        return reply
+    client.job = chosen[0].job
+    return None
+
+
+def _check_only_job(client: CoordinatorClient) -> None:
+    """Raises UsageError if no job is named and there is not just one."""
+    if (several := _only_job(client)) is not None:
+        names = listed(job.job for job in several.jobs)
+        raise UsageError(f"name one of the jobs with --job: {names}" if names else "there are no jobs")
 
 
 def _status(argv: Sequence[str]) -> int:
     given = _parser("status", OF_STATUS).parse_args(argv)
-    return _answer(given, CoordinatorClient.status, lines)
+
+    def ask(client: CoordinatorClient) -> pb.StatusReply | pb.JobsReply:
+        several = _only_job(client)
+        return client.status() if several is None else several
+
+    return _answer(given, ask, lines)
+
+
+def _events(argv: Sequence[str]) -> int:
+    given = _parser("events", OF_EVENTS).parse_args(argv)
+
+    def ask(client: CoordinatorClient) -> pb.StatusReply:
+        _check_only_job(client)
+        return client.status(history=True)
+
+    return _answer(given, ask, event_lines)
 
 
 def _jobs(argv: Sequence[str]) -> int:
@@ -102,6 +172,7 @@ def _logs(argv: Sequence[str]) -> int:
         raise UsageError(f"--lost and --add both name {lost}")
 
     def ask(client: CoordinatorClient) -> pb.StatusReply:
+        _check_only_job(client)
         if lost or add:
             client.call(pb.ChangeLogServersRequest(lost=lost, add=add, add_host=host))
         return client.status()
@@ -109,7 +180,7 @@ def _logs(argv: Sequence[str]) -> int:
     return _answer(given, ask, log_lines)
 
 
-_COMMANDS = {"status": _status, "jobs": _jobs, "logs": _logs}
+_COMMANDS = {"status": _status, "events": _events, "jobs": _jobs, "logs": _logs}
 
 
 def main(argv: Sequence[str] | None = None, command: str = "status") -> int:
@@ -199,6 +270,39 @@ def unsaved_words(unsaved: pb.UnsavedCheckpoint, newest: int) -> str:
 def replay_words(replay: pb.ReplayProgress) -> str:
     left = f"about {replay.seconds_left:.1f} s left" if replay.HasField("seconds_left") else "no pace yet"
     return f"replays: version {replay.version} of {replay.target}, {left}"
+
+
+# A job's past.
+
+
+def event_lines(status: pb.StatusReply) -> list[str]:
+    """Returns the lines of the text output."""
+    out = []
+    for generation in status.history:
+        first = generation.entries[0]
+        head = f"generation {generation.number}, {_clock_words(first.at)}"
+        out.append(f"{head}: {first.reason}" if first.reason else head)
+        if generation.plan:
+            out.append(f"  plan: {generation.plan}")
+        told = [state_name(first.state)]
+        for entry in generation.entries[1:]:
+            told.append(f"{state_name(entry.state)} after {time_words(entry.at - first.at)}")
+        out.append(f"  {', '.join(told)}")
+        last = generation.entries[-1]
+        if last.state in OVER and last.reason:
+            out.append(f"  {last.reason}")
+    oldest = status.history[0].number if status.history else status.view.generation + 1
+    if oldest > 1:
+        out.insert(0, f"generations before {oldest} are no longer known")
+    return [
+        f"job {status.view.job}: {state_name(status.view.state)}, generation {status.view.generation}",
+        *out,
+    ]
+
+
+def _clock_words(at: float) -> str:
+    """Formats seconds since 1970 in this machine's time zone."""
+    return datetime.fromtimestamp(at).astimezone().isoformat(" ", "seconds")
 
 
 # All jobs.

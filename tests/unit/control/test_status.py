@@ -1,10 +1,12 @@
 """`swift-ft status`: what an operator sees of a job, and of a replay."""
 
 import json
+import time
 
 import pytest
 
 from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.rpc.client import CoordinatorClient
 from swift_ft.rpc.codec import as_json
 from swift_ft.tools import status
 from swift_ft.tools import status as asking
@@ -159,4 +161,87 @@ def test_nobody_there(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     at_once, in_the_end = capsys.readouterr().err.splitlines()
     assert "127.0.0.1:1 does not answer (Connection refused" in at_once
     assert "no answer from the coordinator at 127.0.0.1:1 within 1 s" in in_the_end
-    assert status.main(["--coordinator", "127.0.0.1:1"]) == 2
+    assert status.main(["--coordinator", "127.0.0.1:1", "--job", "j", "--watch=-1"]) == 2
+
+
+def summary(job: str, state: "pb.State.ValueType" = pb.RUNNING) -> pb.JobSummary:
+    return pb.JobSummary(job=job, state=state, generation=1, world_size=2, live_ranks=2, version=3)
+
+
+@pytest.mark.parametrize(
+    ("jobs", "chosen"),
+    [
+        ([summary("a")], "a"),
+        ([summary("a", pb.FAILED)], "a"),
+        ([summary("a"), summary("b", pb.FINISHED)], "a"),
+        ([summary("a"), summary("b")], None),
+        ([summary("a", pb.STOPPED), summary("b", pb.FINISHED)], None),
+        ([], None),
+    ],
+)
+def test_the_only_job_needs_no_name(
+    jobs: list[pb.JobSummary],
+    chosen: str | None,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def told(client: CoordinatorClient, *, history: bool = False) -> pb.StatusReply:
+        return pb.StatusReply(view=pb.View(job=client.job, state=pb.RUNNING))
+
+    monkeypatch.setenv("SWIFT_COORDINATOR", "127.0.0.1:1")
+    monkeypatch.setattr(CoordinatorClient, "jobs", lambda self: pb.JobsReply(jobs=jobs))
+    monkeypatch.setattr(CoordinatorClient, "status", told)
+    assert status.main([]) == 0
+    listed = "\n".join(status.job_lines(pb.JobsReply(jobs=jobs)))
+    shown = capsys.readouterr()
+    assert shown.out.startswith(f"job {chosen}: RUNNING" if chosen else listed)
+    for command in ("events", "logs"):
+        assert status.main([], command) == (0 if chosen else 2)
+        names = ", ".join(job.job for job in jobs)
+        problem = f"name one of the jobs with --job: {names}" if names else "there are no jobs"
+        assert capsys.readouterr().err == ("" if chosen else f"swift: {problem}\n")
+
+
+def test_it_is_shown_again_until_it_is_interrupted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = [pb.JobsReply(jobs=[summary("a")]), pb.JobsReply(jobs=[summary("a", pb.FINISHED)])]
+
+    def told(client: CoordinatorClient) -> pb.JobsReply:
+        if not answers:
+            raise KeyboardInterrupt
+        return answers.pop(0)
+
+    monkeypatch.setattr(CoordinatorClient, "jobs", told)
+    with pytest.raises(KeyboardInterrupt):
+        status.main(["--coordinator=127.0.0.1:1", "--watch=0.001"], "jobs")
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == [
+        *("state", "RUNNING"),
+        *("state", "FINISHED"),
+    ]
+
+
+def test_a_history_for_people(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    reply = pb.StatusReply(view=pb.View(job="j", state=pb.STOPPED, generation=9))
+    entry = pb.Entry
+    first = [entry(state=pb.FENCING, at=1e9, reason="rank 1 was killed by signal 9")]
+    rest = [entry(state=pb.PLANNING, at=1e9 + 0.03), entry(state=pb.RECOVERING, at=1e9 + 0.1)]
+    reply.history.add(
+        number=8, entries=[*first, *rest, entry(state=pb.RUNNING, at=1e9 + 7200)], plan="all KEEP"
+    )
+    over = entry(state=pb.STOPPED, at=1e9 + 7402, reason="its launcher was told to stop")
+    reply.history.add(
+        number=9, entries=[entry(state=pb.FENCING, at=1e9 + 7400, reason="rank 0 exited"), over]
+    )
+    assert status.event_lines(reply) == [
+        "job j: STOPPED, generation 9",
+        "generations before 8 are no longer known",
+        "generation 8, 2001-09-09 01:46:40+00:00: rank 1 was killed by signal 9",
+        "  plan: all KEEP",
+        "  FENCING, PLANNING after 0.03 s, RECOVERING after 0.1 s, RUNNING after 2 h",
+        "generation 9, 2001-09-09 03:50:00+00:00: rank 0 exited",
+        "  FENCING, STOPPED after 2 s",
+        "  its launcher was told to stop",
+    ]

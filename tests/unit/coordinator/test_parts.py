@@ -15,10 +15,10 @@ from swift_ft_services.coordinator.job_record import (
     LogServer,
     State,
     Table,
-    _sealed,
     decode,
     key_of,
     row_key,
+    sealed,
 )
 from swift_ft_services.coordinator.liveness import StepClock, Suspicions
 from swift_ft_services.coordinator.log_calls import GenerationRefused, JobForgotten, LogServers
@@ -87,7 +87,7 @@ def test_a_row_is_the_same_after_it_was_stored() -> None:
 def test_a_row_of_another_version_is_refused(part: str, value: object, words: str) -> None:
     key = key_of("j", part)
     with pytest.raises((ValueError, TypeError, KeyError), match=words):
-        decode("j", encode(row()) | {key: _sealed(key, value)})
+        decode("j", encode(row()) | {key: sealed(key, value)})
 
 
 def test_a_row_without_one_of_its_fields_is_refused() -> None:

@@ -1,0 +1,90 @@
+"""A job's history: what the coordinator keeps of its generations, also when it is started again."""
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.planner import Plan
+from swift_ft_services.coordinator import history
+from swift_ft_services.coordinator.driver import Driver
+from swift_ft_services.coordinator.job_record import JobRow, State
+from swift_ft_services.coordinator.store import MetadataStore, SqliteStore, Stored
+from swift_ft_services.coordinator.timeouts import Timing
+from tests.unit.coordinator.driver_world import FakeClock, FakeLogs, join, run_to_running, view_with
+
+
+async def driver_at(store: MetadataStore, clock: FakeClock) -> Driver:
+    await store.hold()
+    driver = Driver(store, FakeLogs(), Timing(), [], wall_clock=clock)
+    await driver.start()
+    return driver
+
+
+def states(generation: pb.Generation) -> list[tuple[str, float]]:
+    return [(pb.State.Name(entry.state), entry.at) for entry in generation.entries]
+
+
+def test_generations_are_known_with_their_causes_after_a_restart(tmp_path: Path) -> None:
+    async def run() -> None:
+        clock = FakeClock()
+        store = SqliteStore(tmp_path / "coordinator.sqlite")
+        driver = await driver_at(store, clock)
+        await run_to_running(driver)
+        clock.now = 200.0
+        await driver.apply("j", pb.ExitRequest(rank=0, incarnation="a", pid=1, exit_code=-9))
+        await view_with(driver, lambda view: view.state == pb.FENCING)
+        driver.stop()
+        await store.close()
+
+        clock.now = 300.0
+        store = SqliteStore(tmp_path / "coordinator.sqlite")
+        driver = await driver_at(store, clock)
+        await driver.join("j", join(incarnation="b"))
+        await driver.apply("j", pb.FailRequest(reason="no more", rank=0, incarnation="b"))
+        first, second = (await driver.status("j", with_history=True)).history
+        assert not (await driver.status("j")).history, "who watches does not get it every time"
+        assert states(first) == [("FORMING", 100.0), ("RUNNING", 100.0)]
+        assert states(second)[0] == ("FENCING", 200.0)
+        assert states(second)[-1] == ("FAILED", 300.0)
+        assert second.number == 2
+        assert second.entries[0].reason == "rank 0 was killed by signal 9"
+        assert "no more" in second.entries[-1].reason
+        driver.stop()
+        await store.close()
+
+    asyncio.run(run())
+
+
+def row_of(generation: int, state: State, reason: str = "a cause") -> JobRow:
+    row = JobRow(job="j", world_size=1, config={}, fingerprint={}, log_servers=[])
+    row.generation, row.state, row.reason = generation, state, reason
+    row.plan = Plan(target_version=1, ranks=(), collective_source=-1, reason=reason)
+    return row
+
+
+def read(rows: Mapping[str, str]) -> list[pb.Generation]:
+    return history.read("j", {key: Stored(value=value, revision=1) for key, value in sorted(rows.items())})
+
+
+def test_the_newest_generations_are_kept_and_fit_into_a_message() -> None:
+    """gRPC's clients accept 4 MiB."""
+    rows: dict[str, str] = {}
+    last, longest = history.GENERATIONS_MAX + 2, "\U0001f600" * (2 * history.WORDS_MAX)
+    entered = (State.FENCING, State.PLANNING, State.RECOVERING, State.RUNNING, State.FAILED)
+    for generation in range(1, last + 1):
+        for state in entered:
+            row = row_of(generation, state, longest)
+            rows |= history.put(row, 1.0)
+            for key in history.forgotten(row):
+                rows.pop(key, None)
+    known = read(rows)
+    assert [generation.number for generation in known] == list(range(3, last + 1))
+    assert [pb.State.Name(entry.state) for entry in known[-1].entries] == list(map(str, entered))
+    assert 2 << 20 < pb.StatusReply(history=known).ByteSize() < 7 << 19
+
+
+def test_a_damaged_entry_is_left_out() -> None:
+    rows = history.put(row_of(1, State.FORMING), 1.0) | history.put(row_of(1, State.RUNNING), 2.0)
+    (generation,) = read({key: value.replace("1.0", "9.0") for key, value in rows.items()})
+    assert states(generation) == [("RUNNING", 2.0)]
