@@ -160,7 +160,8 @@ class Rank:
 
 
 class Launch:
-    """One `python -m swift_ft.launch`. Spares import next to nothing unless told otherwise."""
+    """One `python -m swift_ft.launch`. Spares import next to nothing unless told otherwise. Without the address of a
+    coordinator it is `--standalone`."""
 
     def __init__(
         self,
@@ -179,8 +180,7 @@ class Launch:
         command = [
             sys.executable,
             *launcher,
-            "--coordinator",
-            coordinator,
+            *(["--coordinator", coordinator] if coordinator else ["--standalone"]),
             "--preload-only",
             "json",
         ]

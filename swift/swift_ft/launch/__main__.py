@@ -10,25 +10,15 @@ def _leave(signum: int, frame: object) -> None:
 
 
 if __name__ == "__main__":
-    # Before there are children, and while torch is being imported, a signal simply ends this process.
+    # Before there are children, and while modules are being imported, a signal simply ends this process.
     for early in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         # An ignored one (nohup) stays ignored, for `swift_ft.launch.children` too.
         if early != signal.SIGHUP or signal.getsignal(early) != signal.SIG_IGN:
             signal.signal(early, _leave)
-    from swift_ft.errors import SwiftError
+    from swift_ft.launch.command import main
     from swift_ft.logs import described, end_process_on_uncaught
     from swift_ft.text import tell
 
-    try:
-        from swift_ft.launch.command import main
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        tell("run: torch is not installed: pip install 'swift-ft[train]'")
-        sys.exit(3)
-    except SwiftError as error:
-        tell(error)
-        sys.exit(error.exit_code)
     # The kernel ends the ranks with this process.
     end_process_on_uncaught(lambda error: tell(f"run: {described(error)}; start it again"))
     sys.exit(main(sys.argv[1:]))

@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from swift_ft import events
 from swift_ft._pb import coordinator_pb2 as pb
@@ -37,6 +36,7 @@ from swift_ft.launch.decisions import (
 from swift_ft.launch.health_check import HealthCheck, WaitingPlaces
 from swift_ft.launch.link import CoordinatorLink
 from swift_ft.launch.ranks import (
+    LaunchSettings,
     MachinePlace,
     Output,
     RankProgram,
@@ -51,9 +51,6 @@ from swift_ft.log.memory import available_memory
 from swift_ft.rpc.codec import of_view
 from swift_ft.rpc.views import STARTED_AGAIN, end_words, has_left_forming, inexact_words, state_name
 from swift_ft.text import tell as say
-
-if TYPE_CHECKING:
-    from torch.distributed.launcher.api import LaunchConfig
 
 # Messages of a launcher about its job, derived from the Views that it sees.
 
@@ -326,7 +323,7 @@ class ReplacingAgent:
 
     def __init__(
         self,
-        settings: "LaunchConfig",
+        settings: LaunchSettings,
         *,
         machines: Rendezvous,
         job: RankProgram,
@@ -367,7 +364,7 @@ class ReplacingAgent:
         self._done: dict[int, Child] = {}
         """Local rank -> its process that ended with 0, or that was lost after the job had finished."""
         self._left = Left(link)
-        self._replacements_left = settings.max_restarts
+        self._replacements_left = settings.replacements
         self._attempts: Counter[int] = Counter()
         """Local rank -> deaths since the job last ran."""
         self._deaths: Counter[int] = Counter()

@@ -1,4 +1,4 @@
-"""`swift-ft run`: flags -> LaunchPlan -> run."""
+"""`swift-ft run`: flags -> LaunchPlan -> run. Nothing here imports torch before a job is run."""
 
 import argparse
 import enum
@@ -8,151 +8,44 @@ import os
 import re
 import secrets
 import signal
-import socket
 import sys
 import uuid
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.machinery import PathFinder
-from typing import NoReturn
-
-import torch
-from torch.distributed import DistError
-from torch.distributed.elastic.multiprocessing import Std
 
 from swift_ft import events
-from swift_ft.cli_parser import import_with_extra, local_directory, only_finite
-from swift_ft.errors import ServiceError, SwiftError, UsageError
-from swift_ft.launch.agent import ReplacingAgent
-from swift_ft.launch.children import Nursery, SignalGate, Signalled
+from swift_ft.cli_parser import host_and_port, import_with_extra
+from swift_ft.errors import SwiftError, UsageError
 from swift_ft.launch.decisions import Outcome
-from swift_ft.launch.health_check import LIMIT_S_DEFAULT, HealthCheck
-from swift_ft.launch.link import CoordinatorLink
-from swift_ft.launch.ranks import Output, RankProgram, make_run_dir
-from swift_ft.launch.rendezvous import (
-    LOOPBACK,
-    LoopbackRendezvous,
-    MetRendezvous,
-    NotNeeded,
-    PlacedRendezvous,
-    Rendezvous,
-    Terms,
+from swift_ft.launch.flags import (
+    GRACE_S_DEFAULT,
+    PRELOAD_DEFAULT,
+    REPLACEMENTS_DEFAULT,
+    START_METHODS,
+    check_refused,
+    make_parser,
 )
-from swift_ft.planner.settings import LOST_SHARDS, QUICKEST, STRATEGIES, lost_shard_problem
-from swift_ft.text import ENV_ALLOW_INEXACT, ENV_SPARES, JOB_GRAMMAR, JOB_PATTERN, LAUNCHER_SETTINGS, tell
-
-try:
-    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
-    from torch.distributed.launcher.api import LaunchConfig
-    from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes
-except ImportError as error:  # none of these is promised
-    raise ServiceError(
-        f"torch {torch.__version__}: {error}: install a version of docs/compatibility.md, such as 2.13"
-    ) from error
-
-# Recovery flags of `swift-ft run`, which reach the session of each rank through its environment.
-
-REPLACEMENTS_DEFAULT = 100
-ON_OFF = ("on", "off")
-
-
-def _adder(ours: "argparse._ArgumentGroup") -> Callable[..., object]:
-    """Returns a function that adds a flag, also in torchrun's other spelling (--warm_up)."""
-    return lambda flag, **options: ours.add_argument(flag, f"--{flag[2:].replace('-', '_')}", **options)
-
-
-def add_recovery_flags(ours: "argparse._ArgumentGroup") -> None:
-    add = _adder(ours)
-    ours.add_argument(
-        "--rehearse",
-        choices=("start", "always", "off"),
-        help="A process that is no rank does some of a rank's steps again, from a checkpoint and the log, and compares "
-        "them with what the rank has done: each rank twice at the 'start', or 'always' one after the other. What "
-        "differs is named (docs/rehearsals.md). Default: start, if there is a spare.",
-    )
-    add(
-        "--require-exact",
-        action="store_const",
-        const="on",
-        help="End the job once it is known to be not exact.",
-    )
-    ours.add_argument(
-        "--strategy",
-        choices=STRATEGIES,
-        help="How a lost rank's state is restored (docs/strategies.md), if the script does not say it. With 'shrink', "
-        "'adaptive', 'rollback' and 'lossy-forward' the others go on without it; --max-restarts 0 leaves its place "
-        "vacant.",
-    )
-    add(
-        "--lost-shard",
-        choices=(*LOST_SHARDS, QUICKEST),
-        help="With --strategy shrink or rollback, and with auto if no process takes a lost rank's place: the others "
-        "compute its batches ('redistribute'), or nobody does ('drop', not exact). With auto and a pipeline: its peers "
-        "share its microbatches ('reroute'). With auto, 'quickest' is 'reroute' for pipelines, else 'redistribute'.",
-    )
-    add(
-        "--snapshot-every",
-        type=int,
-        metavar="K",
-        help="With --strategy snapshot, and auto: steps between two copies of the state in host memory.",
-    )
-    _add_adaptive(ours)
-    add(
-        "--allow-inexact",
-        action="store_true",
-        help="Allow strategies that do not lead to the bits of a run that never failed.",
-    )
-    add(
-        "--max-restarts",
-        type=int,
-        default=int(os.environ.get("PET_MAX_RESTARTS", REPLACEMENTS_DEFAULT)),
-        metavar="N",
-        help="How many dead processes this launcher replaces in total (default %(default)s). If a process ends by "
-        "itself three times before a new version is reached, the job ends in any case.",
-    )
-    ours.add_argument(
-        "--retry-exceptions",
-        type=int,
-        default=0,
-        metavar="N",
-        help="How many times all ranks do a step again that has raised an exception (default 0: the job ends with the "
-        "exception). The same exception twice in one step ends the job.",
-    )
-
-
-def _add_adaptive(ours: "argparse._ArgumentGroup") -> None:
-    add = _adder(ours)
-    add(
-        "--exact-gradients",
-        choices=ON_OFF,
-        help="With --strategy adaptive (or auto with --lost-shard reroute): 'off' adds the gradients of a lost rank's "
-        "microbatches to a rank's own. That saves memory, and is not exact (default on).",
-    )
-    add(
-        "--split-backward",
-        choices=ON_OFF,
-        help="With the same: while ranks are missing, gradients of weights are computed after those of inputs, if the "
-        "first step shows that the bits are the same (default on).",
-    )
-    add(
-        "--adaptive-memory",
-        type=float,
-        metavar="FACTOR",
-        help="With the same: how many times the activations of the schedule a rank may hold while others are missing "
-        "(default 1; with 2 hardly any gaps are left).",
-    )
-    ours.add_argument(
-        "--staggered",
-        choices=ON_OFF,
-        help="With --strategy adaptive: a rank does not wait for other stages before it begins the next step. If the "
-        "norm of all gradients then demands clipping, the step is taken back (default off).",
-    )
+from swift_ft.launch.health_check import HealthCheck
+from swift_ft.launch.ranks import LaunchSettings, Output, RankProgram, Std, make_run_dir
+from swift_ft.launch.rendezvous import LOOPBACK, Terms
+from swift_ft.launch.standalone import Standalone
+from swift_ft.planner.settings import lost_shard_problem
+from swift_ft.text import (
+    ENV_ALLOW_INEXACT,
+    ENV_SPARES,
+    JOB_GRAMMAR,
+    JOB_PATTERN,
+    LAUNCHER_SETTINGS,
+    tell,
+    whole_number,
+)
 
 
 def check_recovery_flags(args: argparse.Namespace) -> None:
     for flag, count in (("max-restarts", args.max_restarts), ("retry-exceptions", args.retry_exceptions)):
-        if count < 0:
+        if count is not None and count < 0:
             raise UsageError(f"run: --{flag} {count}: 0 or more")
     if args.snapshot_every is not None and args.snapshot_every < 1:
         raise UsageError(f"run: --snapshot-every {args.snapshot_every}: 1 or more")
@@ -174,146 +67,11 @@ def tell_sessions(args: argparse.Namespace, environment: MutableMapping[str, str
             environment[variable] = str(value)
 
 
-# The flags of `swift-ft run`: torchrun's, and swift's own in addition.
-
-DESCRIPTION = "Starts the ranks of a training job, keeps warm spares, and replaces a rank that dies."
-START_METHODS = ("fork", "spawn")
-GRACE_S_DEFAULT = 5.0
-LAST_CHECKPOINT_S_DEFAULT = 15.0
-"""With the grace period, less than the 30 s that schedulers leave between SIGTERM and SIGKILL."""
-# Some of these are otherwise imported only at first use, which would delay a recovery.
-PRELOAD_DEFAULT = (
-    "torch,torch.distributed,torch.distributed.pipelining,torch.distributed.checkpoint,"
-    "torch.utils.serialization.config,fsspec.core,grpc,grpc._channel,grpc.experimental,"
-    "swift_ft.rpc.client,swift_ft.train.session"
-)
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser whose help begins with a description of the command, and whose errors have one line."""
-
-    def format_help(self) -> str:
-        return f"{DESCRIPTION}\n\n{super().format_help()}"
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"run: {message} (see swift-ft run --help)")
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="swift-ft run", parents=[get_args_parser()], conflict_handler="resolve")
-    only_finite(parser)
-    ours = parser.add_argument_group("swift")
-    add = _adder(ours)
-    ours.add_argument(
-        "--coordinator",
-        default=os.environ.get("SWIFT_COORDINATOR"),
-        metavar="HOST:PORT",
-        help="The job's coordinator (required; default: $SWIFT_COORDINATOR).",
-    )
-    ours.add_argument(
-        "--job",
-        metavar="NAME",
-        help="The job's name. Default: made from the rendezvous id; on one machine without one, from the script's name "
-        "and six letters. A name that was made up is printed.",
-    )
-    ours.add_argument(
-        "--spares", type=int, default=1, help="Warm processes kept to replace a dead rank (default 1)."
-    )
-    add(
-        "--warm-up",
-        action="store_true",
-        help="Keep one more process for each rank, which runs the script before it is needed, as far as one forward "
-        "and backward from logged tensors: kernels, allocators and imports are warm then. Meanwhile it takes as much "
-        "memory as a rank (docs/operation.md).",
-    )
-    ours.add_argument(
-        "--preload",
-        action="append",
-        default=[],
-        metavar="MODULE,MODULE...",
-        help="Modules to import before a rank's script: once, in the process that ranks are forked from, or by each "
-        f"spare while it waits. These are imported anyway: {PRELOAD_DEFAULT.replace(',', ', ')}.",
-    )
-    add(
-        "--preload-only",
-        metavar="MODULE,MODULE...",
-        help="Import these modules only, in place of those that are imported anyway.",
-    )
-    add(
-        "--start-method",
-        choices=START_METHODS,
-        default=os.environ.get("PET_START_METHOD", "fork"),
-        help="How processes start: 'fork' takes milliseconds and shares the memory of imported modules; 'spawn' makes "
-        "fresh interpreters, for modules of --preload that must not be forked. If a module starts a thread or keeps a "
-        "file open, processes are spawned in any case (default fork).",
-    )
-    add_recovery_flags(ours)
-    _add_health_check(ours)
-    _add_checkpoints(ours)
-    _add_failures(ours)
-    return parser
-
-
-def _add_failures(ours: "argparse._ArgumentGroup") -> None:
-    ours.add_argument(
-        "--failures",
-        metavar="FILE|SPEC",
-        help="Make these failures happen while the job runs: at coordinates (rank=2,step=17,phase=backward), drawn "
-        "(every=weibull,shape=0.6,mtbf=40,until=200,seed=7), or by a trace. What was injected, and who noticed it "
-        "after how long, is printed at the end and is in failures.json (docs/failures.md).",
-    )
-
-
-def _add_health_check(ours: "argparse._ArgumentGroup") -> None:
-    add = _adder(ours)
-    add(
-        "--health-check",
-        metavar="COMMAND",
-        help="Run this for a place of this machine ($LOCAL_RANK) before any process gets it, at the start and after a "
-        "loss. It is started without a shell. With an exit code other than 0, no process gets the place "
-        "(docs/operation.md).",
-    )
-    add(
-        "--health-check-s",
-        type=float,
-        default=LIMIT_S_DEFAULT,
-        metavar="SECONDS",
-        help="How long one health check may take (default %(default)g). It is ended then, and has failed.",
-    )
-
-
-def _add_checkpoints(ours: "argparse._ArgumentGroup") -> None:
-    add = _adder(ours)
-    ours.add_argument(
-        "--checkpoint-dir",
-        type=local_directory,
-        metavar="DIR",
-        help="The directory of the ranks' checkpoints.",
-    )
-    add(
-        "--from-job",
-        metavar="NAME",
-        help="Begin with the newest complete checkpoint, and the step, of another job of the same coordinator, in the "
-        "same --checkpoint-dir. A job that has checkpoints of its own goes on from those.",
-    )
-    add(
-        "--from-version",
-        type=int,
-        metavar="V",
-        help="With --from-job: begin with the checkpoint of this version instead of the newest.",
-    )
-    add(
-        "--sigterm-checkpoint-s",
-        type=float,
-        default=LAST_CHECKPOINT_S_DEFAULT,
-        metavar="SECONDS",
-        help="How long SIGTERM to a running job waits for a checkpoint before it ends the ranks "
-        "(default %(default)g; 0: no checkpoint).",
-    )
-
-
 # The rendezvous of a job's machines, and the job's name, from the flags of `swift-ft run`.
 
+STORE_PORT = 29500
+STORE_TIMEOUT_S = 900.0
+"""torchrun's."""
 _TYPED = "abcdefghjkmnpqrstuvwxyz23456789"
 """Characters that are not mistaken for others."""
 # torchrun's flags for the place where machines meet, or for this machine's number.
@@ -334,20 +92,21 @@ def job_name(run_id: str) -> str:
     return re.sub(r"[^a-z0-9._-]", "-", run_id.lower()).lstrip("._-")[:64] or "job"
 
 
+def name_of(script: str) -> str:
+    """Returns a job name made from the name of the script or module."""
+    return job_name(os.path.basename(script).removesuffix(".py").rpartition(".")[2])[:40]
+
+
 def made_up_name(script: str) -> str:
     """Returns a new random name, short enough to be typed: train-k7f3ab."""
-    stem = job_name(os.path.basename(script).removesuffix(".py").rpartition(".")[2])
-    return f"{stem[:40]}-{''.join(secrets.choice(_TYPED) for _ in range(6))}"
+    return f"{name_of(script)}-{''.join(secrets.choice(_TYPED) for _ in range(6))}"
 
 
 def choose_meeting(args: argparse.Namespace) -> Meeting:
     """Returns how machines meet. Numbered machines use torchrun's static rendezvous. All others meet at the
     coordinator, because torch's own c10d would run on one of them, and end with it. Raises UsageError if the flags are
     insufficient."""
-    try:
-        max_nodes = parse_min_max_nnodes(args.nnodes)[1]
-    except (ValueError, RuntimeError) as error:
-        raise UsageError(f"run: --nnodes {args.nnodes}: a number, or MIN:MAX") from error
+    max_nodes = machines_of(args.nnodes)[1]
     if args.rdzv_backend not in ("static", "c10d"):
         raise UsageError(
             f"run: not supported: --rdzv-backend {args.rdzv_backend}: leave it out, machines meet at the coordinator"
@@ -357,7 +116,11 @@ def choose_meeting(args: argparse.Namespace) -> Meeting:
     numbered = static and (args.node_rank is not None or any(where))
     if args.standalone or (max_nodes == 1 and not (numbered and any(where))):
         meeting = Meeting.ALONE
-        if args.standalone or args.rdzv_id == "none" or args.job is not None:
+        if args.standalone:  # the same command goes on in the same directory
+            args.rdzv_id = args.job or (
+                name_of(args.training_script) if args.rdzv_id == "none" else args.rdzv_id
+            )
+        elif args.rdzv_id == "none" or args.job is not None:
             args.rdzv_id = args.job or made_up_name(args.training_script)
     elif args.rdzv_id == "none" and args.job is None:
         raise UsageError("run: name the job, the same on all machines: --job NAME or --rdzv-id ID")
@@ -367,28 +130,64 @@ def choose_meeting(args: argparse.Namespace) -> Meeting:
         if meeting is Meeting.COORDINATOR and unneeded:
             flags = ", ".join(f"--{name.replace('_', '-')} {getattr(args, name)}" for name in unneeded)
             tell(f"machines meet at the coordinator: nobody needs {flags}")
-    args.node_rank = args.node_rank or 0
-    args.master_addr = args.master_addr or LOOPBACK
-    args.master_port = args.master_port or 29500
-    if not static:  # otherwise torch warns of them, whether they were given or not
-        del args.node_rank, args.master_addr
     return meeting
 
 
-# torchrun's flags that make no sense with children of this launcher, or are not implemented.
-_UNSUPPORTED = {
-    "no_python": "--no-python: ranks start as warm Python processes, so the script must be Python",
-    "run_path": "--run-path: the script is always run inside a warm interpreter; leave the flag out",
-    "logs_specs": "--logs-specs: use --log-dir with --redirects",
-    "numa_binding": "--numa-binding: start swift-ft run under numactl",
-    "duplicate_stdout_filters": "--duplicate-stdout-filters: use --log-dir with --redirects",
-    "duplicate_stderr_filters": "--duplicate-stderr-filters: use --log-dir with --redirects",
-}
+def machines_of(text: str) -> tuple[int, int]:
+    """Returns how many machines there are at least and at most (--nnodes). Raises UsageError."""
+    least, _, most = text.partition(":")
+    found = whole_number(least), whole_number(most or least)
+    if found[0] is None or found[1] is None or not 0 < found[0] <= found[1]:
+        raise UsageError(f"run: --nnodes {text}: a number of machines, or MIN:MAX")
+    return found[0], found[1]
+
+
+def ranks_of(text: str) -> int:
+    """Returns the number of this machine's ranks (--nproc-per-node). Raises UsageError."""
+    number = whole_number(text)
+    if text in ("auto", "cpu", "gpu", "xpu"):
+        run = import_with_extra("torch.distributed.run", "run", "train")
+        try:
+            number = run.determine_local_world_size(text)
+        except ValueError as error:
+            raise UsageError(f"run: --nproc-per-node {text}: {error}") from error
+    if not number:
+        raise UsageError(f"run: --nproc-per-node {text}: 1 or more, or auto, cpu, gpu or xpu")
+    return number
+
+
+def endpoint_of(args: argparse.Namespace) -> tuple[str, int]:
+    """Returns the first machine's address, where machines have numbers. Raises UsageError."""
+    if not args.rdzv_endpoint:
+        return args.master_addr or LOOPBACK, args.master_port or STORE_PORT
+    if ":" not in args.rdzv_endpoint:
+        return args.rdzv_endpoint, STORE_PORT
+    host, port = host_and_port(args.rdzv_endpoint, "run: --rdzv-endpoint")
+    return host.strip("[]"), port
+
+
+def configs_of(text: str) -> dict[str, str]:
+    """Returns the settings of --rdzv-conf. Raises ValueError."""
+    configs = {}
+    for word in filter(None, text.split(",")):
+        key, _, value = (part.strip() for part in word.partition("="))
+        if not key or not value:
+            raise ValueError(f"--rdzv-conf {word}: write KEY=VALUE,KEY=VALUE...")
+        configs[key] = value
+    return configs
+
+
+def numbers_of(text: str) -> frozenset[int] | None:
+    """Returns the local ranks whose output is shown (--local-ranks-filter); None: all. Raises UsageError."""
+    numbers = [whole_number(word) for word in text.split(",") if text]
+    if None in numbers:
+        raise UsageError(f"run: --local-ranks-filter {text}: numbers with commas between them, such as 0,1")
+    return frozenset(number for number in numbers if number is not None) or None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchPlan:
-    config: LaunchConfig
+    config: LaunchSettings
     made_up: bool
     """The job's name was not given explicitly."""
     meeting: Meeting
@@ -403,62 +202,75 @@ class LaunchPlan:
     grace_s: float
     last_checkpoint_s: float
     health_check: HealthCheck | None
-    signals: list[signal.Signals]
     around: Callable[[Callable[[], Outcome]], Outcome] | None
     """(--failures) Runs the job, with its failures."""
+    standalone: Standalone | None
+    """The services of the job's own."""
 
 
 def make_plan(argv: Sequence[str]) -> LaunchPlan:
-    parser = make_parser()
-    # Machines are numbered only if these were given; torch 2.11 has a port by default.
-    unset = {
-        name: os.environ.get(f"PET_{name.upper()}") for name in ("node_rank", "master_addr", "master_port")
-    }
-    parser.set_defaults(**unset)
-    args = parser.parse_args(argv)
+    args = make_parser().parse_args(argv)
     _check(args)
     meeting = choose_meeting(args)
-    # torch's own log handling would create an unused directory.
-    log_dir, args.log_dir = args.log_dir, os.devnull
-    _tell_ranks(args)
     try:
-        config, _, _ = config_from_args(args)
-        streams = Std.from_str(args.redirects)
-        local_ranks = range(config.nproc_per_node)
-        redirects = streams if isinstance(streams, dict) else dict.fromkeys(local_ranks, streams)
-        terms = Terms.of(config.rdzv_configs)
-        float(config.rdzv_configs["timeout"])  # validates the timeout of a later rendezvous
-        signals = [signal.Signals[name.strip()] for name in config.signals_to_handle.split(",")]
-    except (AssertionError, ValueError, RuntimeError) as error:
+        streams = Std.from_text(args.redirects)
+        configs = configs_of(args.rdzv_conf)
+        terms = Terms.of(configs)
+        timeout_s = float(configs.get("timeout", STORE_TIMEOUT_S))
+        signals = [signal.Signals[name.strip()] for name in args.signals_to_handle.split(",")]
+    except ValueError as error:
         raise UsageError(f"run: {error}") from error
     except KeyError as error:
         raise UsageError(f"run: --signals-to-handle: no signal {error}") from error
-    if config.nproc_per_node < 1:
-        raise UsageError(f"run: --nproc-per-node {args.nproc_per_node}: 1 or more")
+    shown = numbers_of(args.local_ranks_filter)
+    nodes = machines_of(args.nnodes)
+    if meeting is Meeting.NUMBERED and not 0 <= (args.node_rank or 0) < nodes[1]:
+        raise UsageError(f"run: --node-rank {args.node_rank}: 0 to {nodes[1] - 1}")
+    name = args.job or job_name(args.rdzv_id)
+    standalone = Standalone.of(name) if args.standalone else None
+    checkpoints = args.checkpoint_dir or (standalone and standalone.checkpoints)
+    nproc = ranks_of(args.nproc_per_node)
+    config = LaunchSettings(
+        nproc_per_node=nproc,
+        min_nodes=nodes[0],
+        max_nodes=nodes[1],
+        run_id=args.rdzv_id,
+        role=args.role,
+        endpoint=endpoint_of(args),
+        node_rank=args.node_rank or 0,
+        timeout_s=timeout_s,
+        replacements=REPLACEMENTS_DEFAULT if args.max_restarts is None else args.max_restarts,
+        max_restarts=args.max_restarts or 0,
+        monitor_interval=args.monitor_interval,
+        local_addr=args.local_addr,
+        signals=signals,
+        virtual_local_rank=args.virtual_local_rank,
+    )
+    redirects = streams if isinstance(streams, dict) else dict.fromkeys(range(nproc), streams)
+    _tell_ranks(args)
     failing = (
         import_with_extra("swift_ft.lab.failures.injector", "run: --failures", "lab")
         if args.failures
         else None
     )
     failures = failing.schedule_of(args, config) if failing else None
-    shown = None
-    if args.local_ranks_filter:
-        shown = frozenset(int(rank) for rank in args.local_ranks_filter.split(","))
-    run_dir = make_run_dir(log_dir, config.run_id) if log_dir or any(redirects.values()) else None
+    run_dir = make_run_dir(args.log_dir, config.run_id) if args.log_dir or any(redirects.values()) else None
     job = RankProgram(
         script=args.training_script,
         module=args.module,
         args=args.training_script_args,
         cwd=os.getcwd(),
-        coordinator=args.coordinator,
-        name=args.job or job_name(config.run_id),
-        checkpoint_dir=None if args.checkpoint_dir is None else os.path.abspath(args.checkpoint_dir),
+        coordinator=args.coordinator or "",
+        name=name,
+        checkpoint_dir=os.path.abspath(checkpoints) if checkpoints else None,
         run=uuid.uuid4().hex[:16],
         retry_exceptions=args.retry_exceptions,
         from_job=args.from_job or "",
         from_version=args.from_version,
     )
     _check_preload([args.preload_only or "", *args.preload], job.sys_path0())
+    if args.coordinator:
+        _check_line(args.coordinator)
     return LaunchPlan(
         config=config,
         made_up=args.job is None,
@@ -472,14 +284,15 @@ def make_plan(argv: Sequence[str]) -> LaunchPlan:
             [PRELOAD_DEFAULT if args.preload_only is None else args.preload_only, *args.preload]
         ),
         fork=args.start_method == "fork",
-        # torch 2.11 lacks the flag (`scripts/gpu --overlay`).
-        grace_s=GRACE_S_DEFAULT if (asked := getattr(args, "shutdown_timeout", None)) is None else asked,
+        grace_s=GRACE_S_DEFAULT if args.shutdown_timeout is None else args.shutdown_timeout,
         last_checkpoint_s=args.sigterm_checkpoint_s,
         health_check=None
         if args.health_check is None
         else HealthCheck.parse(args.health_check, args.health_check_s),
-        signals=signals,
-        around=partial(failing.around, failing.planned(failures, run_dir, log_dir, job)) if failing else None,
+        around=partial(failing.around, failing.planned(failures, run_dir, args.log_dir, job))
+        if failing
+        else None,
+        standalone=standalone,
     )
 
 
@@ -490,20 +303,19 @@ def _tell_ranks(args: argparse.Namespace) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    for name, message in _UNSUPPORTED.items():
-        if getattr(args, name, None):
-            raise UsageError(f"run: not supported: {message}")
+    check_refused(args)
     if args.start_method not in START_METHODS:
         raise UsageError(f"run: --start-method {args.start_method}: {' or '.join(START_METHODS)}")
-    if args.event_log_handler != "null":
-        raise UsageError("run: not supported: --event-log-handler: the launcher's events go to $SWIFT_EVENTS")
-    if args.tee != "0":
-        raise UsageError("run: not supported: --tee: use --log-dir with --redirects")
-    if not args.coordinator:
-        raise UsageError("run: --coordinator HOST:PORT is needed (or the variable SWIFT_COORDINATOR)")
-    if not re.fullmatch(r"\S+:\d{1,5}", args.coordinator):
-        raise UsageError(f"run: --coordinator {args.coordinator}: write HOST:PORT")
-    _check_line(args.coordinator)
+    if args.standalone and args.coordinator:
+        raise UsageError("run: --standalone starts a coordinator of its own: leave one of the two flags out")
+    if not args.standalone:
+        args.coordinator = args.coordinator or os.environ.get("SWIFT_COORDINATOR")
+        if not args.coordinator:
+            raise UsageError(
+                "run: --coordinator HOST:PORT is needed (or the variable SWIFT_COORDINATOR); --standalone starts one "
+                "for a job of this machine alone"
+            )
+        host_and_port(args.coordinator, "run: --coordinator")
     if not 0 <= args.sigterm_checkpoint_s < 86400:
         raise UsageError(f"run: --sigterm-checkpoint-s {args.sigterm_checkpoint_s}: seconds, 0 or more")
     if args.spares < 0:
@@ -512,6 +324,11 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(f"run: --monitor-interval {args.monitor_interval}: seconds, more than 0")
     if args.job is not None and not JOB_PATTERN.fullmatch(args.job):
         raise UsageError(f"run: --job {args.job}: {JOB_GRAMMAR}")
+    if args.standalone and args.failures:
+        raise UsageError(
+            "run: --failures makes services fail as well: start a coordinator and a log server, and leave --standalone "
+            "out"
+        )
     check_recovery_flags(args)
     _check_origin(args)
     if args.module:
@@ -556,90 +373,16 @@ def _check_origin(args: argparse.Namespace) -> None:
         )
 
 
-def _make_rendezvous(plan: LaunchPlan, wake: Callable[[], None]) -> Rendezvous:
-    config = plan.config
-    ranks = config.nproc_per_node
-    match plan.meeting:
-        case Meeting.ALONE:
-            return LoopbackRendezvous(ranks, float(config.rdzv_configs["timeout"]))
-        case Meeting.COORDINATOR:
-            return MetRendezvous(
-                plan.job,
-                nodes=(config.min_nodes, config.max_nodes),
-                ranks=ranks,
-                address=config.local_addr or socket.getfqdn(),
-                terms=plan.terms,
-                wake=wake,
-                say=tell,
-            )
-    place = int(config.rdzv_configs["rank"])
-    try:
-        address, port = parse_rendezvous_endpoint(config.rdzv_endpoint, default_port=29500)
-        return PlacedRendezvous(ranks, place, config.max_nodes, address, port)
-    except ValueError as error:
-        raise UsageError(f"run: {' '.join(str(error).split())}") from error
-
-
-def _say_unfit(reason: str) -> None:
-    tell(
-        f"run: --preload: {reason}: ranks are not forked but spawned (--start-method spawn says so beforehand)"
-    )
-
-
-def run(plan: LaunchPlan) -> Outcome:
-    """Runs the job's local ranks to the end. Raises ServiceError if the trainers' store fails."""
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = plan.config.signals_to_handle
-    events.emit("launcher_start", job=plan.job.name)
-    asked = plan.preload != PRELOAD_DEFAULT
-    nursery = Nursery(
-        dict(os.environ),
-        plan.job.sys_path0(),
-        plan.preload,
-        fork=plan.fork,
-        on_unfit=_say_unfit if asked else lambda reason: None,
-    )
-    gate = SignalGate(plan.signals, nursery.wake)
-    link = CoordinatorLink(plan.job.coordinator, plan.job.name, nursery.wake)
-    rendezvous: Rendezvous | None = None
-    try:
-        with gate.raising():
-            rendezvous = _make_rendezvous(plan, nursery.wake)
-        agent = ReplacingAgent(
-            plan.config,
-            machines=rendezvous,
-            job=plan.job,
-            output=plan.output,
-            spare_count=plan.spare_count,
-            warms_up=plan.warms_up,
-            grace_s=plan.grace_s,
-            nursery=nursery,
-            link=link,
-            gate=gate,
-            last_checkpoint_s=plan.last_checkpoint_s,
-            health_check=plan.health_check,
-        )
-        agent.run()
-    except NotNeeded as reason:
-        return Outcome(exit_code=0, line=f"swift: this machine is not needed: {reason}")
-    except Signalled as error:
-        link.stop(plan.job.run, f"{error.signal.name} on {socket.gethostname()}")
-        return Outcome(exit_code=128 + error.signal, line=f"swift: stopped by {error.signal.name}")
-    except DistError as error:
-        raise ServiceError(f"run: the store for trainers: {' '.join(str(error).split())}") from error
-    finally:
-        link.close()
-        if rendezvous is not None:
-            rendezvous.leave()
-    assert agent.outcome is not None
-    return agent.outcome
-
-
 def main(argv: Sequence[str]) -> int:
     events.configure("launcher")
     try:
         plan = make_plan(argv)
-        if plan.made_up:
+        if plan.standalone is not None:
+            plan = replace(plan, standalone=plan.standalone.locked())
+        elif plan.made_up:
             tell(f"this is job {plan.job.name} (--job gives it another name)")
+        # torch and gRPC are imported here, after all usage errors.
+        run = import_with_extra("swift_ft.launch.run", "run", "train").run
         outcome = run(plan) if plan.around is None else plan.around(lambda: run(plan))
     except SwiftError as error:
         tell(error)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from swift_ft import events
 from swift_ft.errors import ServiceError, UsageError
-from swift_ft.launch.children import Nursery
+from swift_ft.launch.children import DIES_WITH_LAUNCHER, Nursery
 from swift_ft.launch.decisions import describe_exit
 from swift_ft.text import one_line
 
@@ -30,12 +30,6 @@ _OUTPUT_BYTES = 4096
 _LINE_MAX = 200
 KILL_WAIT_S = 2.0
 """Seconds that a killed check may take to end."""
-_DIES_WITH_LAUNCHER = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, which a command that is executed keeps
-if os.getppid() == int(sys.argv[1]):
-    os.execvp(sys.argv[2], sys.argv[2:])
-"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +73,7 @@ class Check:
         self.limit_s = check.limit_s
         self._began = events.now()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  (closed at the end of the check)
-        command = [sys.executable, "-I", "-S", "-c", _DIES_WITH_LAUNCHER, str(os.getpid()), *check.words]
+        command = [sys.executable, "-I", "-S", "-c", DIES_WITH_LAUNCHER, str(os.getpid()), *check.words]
         self._process = subprocess.Popen(
             command,
             env=dict(environment),

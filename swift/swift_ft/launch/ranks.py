@@ -1,21 +1,63 @@
 """Inputs of a rank, as torchrun gives them: environment, arguments, files for output."""
 
+import enum
 import os
+import re
+import signal
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING
-
-from torch.distributed.elastic.multiprocessing import Std
+from typing import Union
 
 from swift_ft.comm import NCCL_ENVIRONMENT
 from swift_ft.errors import UsageError
 from swift_ft.files import make_directory
 from swift_ft.launch.worker import Program
 
-if TYPE_CHECKING:
-    from torch.distributed.launcher.api import LaunchConfig
+
+class Std(enum.IntFlag):
+    """Streams of a rank, as torchrun numbers them."""
+
+    NONE = 0
+    OUT = 1
+    ERR = 2
+    ALL = 3
+
+    @classmethod
+    def from_text(cls, text: str) -> Union["Std", dict[int, "Std"]]:
+        """Parses --redirects: "3" for all ranks, or "0:3,1:2" by local rank. Raises ValueError."""
+        if re.fullmatch("[0-3]", text):
+            return cls(int(text))
+        if not re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", text):
+            raise ValueError(f"--redirects {text}: 0 to 3, or LOCAL_RANK:0 to 3 with commas between")
+        return {
+            int(rank): cls(int(streams)) for rank, streams in (word.split(":") for word in text.split(","))
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchSettings:
+    """What torchrun's flags say of this machine's ranks."""
+
+    nproc_per_node: int
+    min_nodes: int
+    max_nodes: int
+    run_id: str
+    role: str
+    endpoint: tuple[str, int]
+    """The first machine's, where machines have numbers."""
+    node_rank: int
+    timeout_s: float
+    """Of the store for trainers."""
+    replacements: int
+    """How many dead ranks with a session are replaced."""
+    max_restarts: int
+    """How often all ranks of a script without a session are restarted, as in torchrun."""
+    monitor_interval: float
+    local_addr: str | None
+    signals: list[signal.Signals]
+    virtual_local_rank: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +134,7 @@ def make_run_dir(log_dir: str | None, run_id: str) -> Path:
         ) from error
 
 
-def place_env(machine: "LaunchConfig", local_rank: int, job: RankProgram) -> dict[str, str]:
+def place_env(machine: LaunchSettings, local_rank: int, job: RankProgram) -> dict[str, str]:
     """Returns the variables of a place of this machine, independent of the rank: for a health check, and as a part of a
     rank's own."""
     env = {
@@ -110,7 +152,7 @@ def place_env(machine: "LaunchConfig", local_rank: int, job: RankProgram) -> dic
 
 
 def rank_env(
-    machine: "LaunchConfig",
+    machine: LaunchSettings,
     place: MachinePlace,
     local_rank: int,
     *,

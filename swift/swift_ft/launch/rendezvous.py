@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
 from swift_ft import events
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.errors import AccessDenied, ServiceError, SwiftError, UsageError
 from swift_ft.launch.ranks import MachinePlace, RankProgram
 
 if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
     from swift_ft.rpc.client import CoordinatorClient
 
 
@@ -35,6 +35,16 @@ if TYPE_CHECKING:
 # of the machines, and without that one no machine can join.
 
 LOOPBACK = "127.0.0.1"
+
+
+def open_store(host: str, port: int, *, timeout_s: float = 300.0, listener: int | None = None) -> "TCPStore":
+    """Opens a store for trainers. `listener`: a listening socket's descriptor, which the store owns from then on."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # here, because torch takes long to import
+
+    limit = timedelta(seconds=timeout_s)
+    return TCPStore(
+        host, port, is_master=True, timeout=limit, wait_for_workers=False, master_listen_fd=listener
+    )
 
 
 class Rendezvous(ABC):
@@ -60,19 +70,17 @@ class LoopbackRendezvous(Rendezvous):
     listens on every interface. It outlives every rank, since it is in no rank's process.
     """
 
-    def __init__(self, ranks: int, timeout_s: float) -> None:
+    def __init__(self, ranks: int, timeout_s: float, lost: Callable[[], str] = str) -> None:
+        """Opens the store. `lost`: returns why the job's own services are lost; empty while they are there."""
         self._ranks = ranks
+        self._lost = lost
         listener = socket.create_server((LOOPBACK, 0))
         self._port = listener.getsockname()[1]
-        # The store owns the descriptor from here on.
-        self._store = TCPStore(
-            LOOPBACK,
-            self._port,
-            is_master=True,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
+        self._store = open_store(LOOPBACK, self._port, timeout_s=timeout_s, listener=listener.detach())
+
+    @property
+    def lost(self) -> str:
+        return self._lost()
 
     def next_rendezvous(self) -> MachinePlace:
         return MachinePlace(number=0, ranks_of=[self._ranks], master_addr=LOOPBACK, master_port=self._port)
@@ -97,7 +105,7 @@ class PlacedRendezvous(Rendezvous):
     def next_rendezvous(self) -> MachinePlace:
         if self._place.number == 0 and self._store is None:
             port = self._place.master_port
-            self._store = TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+            self._store = open_store("localhost", port)
         return self._place
 
 
@@ -197,13 +205,11 @@ class MetRendezvous(Rendezvous):
 
     def _open_store(self) -> None:
         self._port.listen()
-        self._store = TCPStore(
+        self._store = open_store(
             LOOPBACK,
             self._machine.port,
-            is_master=True,
-            timeout=timedelta(seconds=self._terms.join_timeout),
-            wait_for_workers=False,
-            master_listen_fd=os.dup(self._port.fileno()),  # owned by the store from here on
+            timeout_s=self._terms.join_timeout,
+            listener=os.dup(self._port.fileno()),
         )
 
     def _await_place(self) -> pb.MeetReply:

@@ -46,9 +46,8 @@ from swift_ft.launch.ranks import RankProgram, make_run_dir
 from swift_ft.text import tell
 
 if TYPE_CHECKING:
-    from torch.distributed.launcher.api import LaunchConfig
-
     from swift_ft._pb import coordinator_pb2 as pb
+    from swift_ft.launch.ranks import LaunchSettings
     from swift_ft.rpc.client import CoordinatorClient
 
 
@@ -544,7 +543,7 @@ class Planned:
         return Path(os.environ[events.ENV_EVENTS_DIR])
 
 
-def schedule_of(args: argparse.Namespace, config: "LaunchConfig") -> Schedule:
+def schedule_of(args: argparse.Namespace, config: "LaunchSettings") -> Schedule:
     """Reads and checks the value of ``--failures``. Raises UsageError."""
     ranks, machines = config.nproc_per_node * config.max_nodes, config.max_nodes
     found = schedule.schedule_of(
