@@ -29,6 +29,10 @@ class Health:
         self._shown = shown
         self._serving = {"": False}
 
+    def problem(self) -> str:
+        """Returns why the server is not healthy; empty if it serves."""
+        return "" if self._serving[""] else "it does not serve"
+
     def set(self, *names: str, serving: bool) -> None:
         self._serving |= dict.fromkeys(names, serving)
 

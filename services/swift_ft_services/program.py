@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from swift_ft import events, logs
-from swift_ft.cli_parser import Parser, add_metrics_arguments, write_address
+from swift_ft.cli_parser import Parser, add_metrics_arguments, end_quietly, write_address
 from swift_ft.errors import ServiceError, SwiftError
 from swift_ft.logs import end_process_on_uncaught
 from swift_ft_services import listening
@@ -79,7 +79,6 @@ def announce(arguments: argparse.Namespace, port: int, protection: Mapping[str, 
 def exit_with(main: Callable[[], int]) -> NoReturn:
     """Ends the process without waiting for its threads: what it has acknowledged is durable."""
     os.umask(0o077)  # its files are readable only by its user
-    exit_code = main()
-    sys.stdout.flush()
+    exit_code = end_quietly(main)
     sys.stderr.flush()
     os._exit(exit_code)

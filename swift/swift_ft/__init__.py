@@ -11,10 +11,10 @@ In a trainer::
         session.register(schedule=schedule, scheduler=lr_scheduler, loader=loader)
         session.run(train_step, num_steps=1000)
 
-`import swift_ft` is light: torch is imported at the first access to `swift_ft.Session`.
+`import swift_ft` is light, and changes nothing in the process: torch is imported at the first access to
+`swift_ft.Session`.
 """
 
-import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,11 +25,6 @@ if TYPE_CHECKING:
     from swift_ft.train.config import SessionConfig as SessionConfig
     from swift_ft.train.session import Session as Session
     from swift_ft.warm_up import is_warming_up as is_warming_up
-
-
-# Must be set before grpc is imported. Processes forked by a trainer (DataLoader workers) never call grpc. Its fork
-# handlers cannot run while our threads use it, and would print a message at every fork.
-os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 
 __all__ = ["Communicator", "Reinitialize", "Session", "SessionConfig", "is_warming_up", "load_dcp", "reinit"]

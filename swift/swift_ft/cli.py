@@ -4,7 +4,7 @@ import os
 import sys
 from importlib import metadata
 
-from swift_ft.cli_parser import import_with_extra
+from swift_ft.cli_parser import end_quietly, import_with_extra
 from swift_ft.errors import UsageError
 from swift_ft.text import tell
 
@@ -74,13 +74,11 @@ def usage() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    try:
-        return _main(argv)
-    except KeyboardInterrupt:
-        return 130  # exit code of a shell for SIGINT
+    return end_quietly(lambda: _main(argv))
 
 
 def _main(argv: list[str] | None) -> int:
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # see `swift_ft.launch`
     arguments = sys.argv[1:] if argv is None else argv
     command, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
     if command in PROGRAMS:

@@ -4,7 +4,11 @@ import argparse
 import importlib
 import ipaddress
 import math
+import os
 import re
+import select
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -99,6 +103,33 @@ def write_address(path: Path, address: str, flag: str = "--address-file") -> Non
         write_whole(path, f"{address}\n", mode=0o644)  # clients may run as another user
     except OSError as error:
         raise UsageError(f"{flag} {path}: {error.strerror}") from None
+
+
+def end_quietly(program: Callable[[], int]) -> int:
+    """Runs a program of the command line and returns its exit code: 130 after Ctrl-C, and 141 once nobody reads what it
+    prints, as a shell has them for SIGINT and SIGPIPE."""
+    try:
+        try:
+            return program()
+        finally:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        if not _is_unread():  # another pipe: a bug
+            raise
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (1, 2):  # Python flushes them once more when it ends
+            os.dup2(nowhere, stream)
+        return 141
+
+
+def _is_unread() -> bool:
+    """Returns whether the reader of stdout or stderr is gone."""
+    streams = select.poll()
+    for stream in (1, 2):
+        streams.register(stream, 0)
+    return any(event & select.POLLERR for _, event in streams.poll(0))
 
 
 def import_with_extra(module: str, who: str, extra: str) -> Any:

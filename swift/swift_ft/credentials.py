@@ -384,6 +384,11 @@ def advice(address: str, reason: str, credentials: Credentials | None = None) ->
     return ""
 
 
+def is_another_service(reason: str) -> bool:
+    """Returns whether a connection failed because the server speaks no HTTP/2, which gRPC needs."""
+    return "Expected SETTINGS frame" in reason
+
+
 def advised(address: str, reason: str, credentials: Credentials | None = None) -> str:
     """Returns ``reason``, followed by advice if there is any."""
     more = advice(address, reason, credentials)

@@ -31,8 +31,9 @@ from prometheus_client.registry import Collector
 from swift_ft import events
 from swift_ft.cli_parser import write_address
 from swift_ft.errors import UsageError
+from swift_ft.text import one_line
 
-# HTTP server for `/metrics`: for a few scrapers, on a port that any client may reach.
+# HTTP server for `/metrics` and `/healthz`: for a few scrapers, on a port that any client may reach.
 #
 # A connection has a thread while it lasts, and their number is limited: a new connection replaces the oldest one. So
 # idle clients, or clients that do not read, neither block scraping nor exhaust the process. One answer is computed at a
@@ -49,13 +50,13 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, host: str, port: int, registry: CollectorRegistry) -> None:
+    def __init__(self, host: str, port: int, registry: CollectorRegistry, problem: Callable[[], str]) -> None:
         facts = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family = facts[0][0]
         self._connections: dict[socket.socket, None] = {}
         self._changed = threading.Condition()
         super().__init__((host, port), _Handler)
-        self.set_app(_one_at_a_time(make_wsgi_app(registry)))
+        self.set_app(_routed(_one_at_a_time(make_wsgi_app(registry)), problem))
         self._thread = threading.Thread(target=self.serve_forever, name="swift-metrics", daemon=True)
         self._thread.start()
 
@@ -88,6 +89,23 @@ class _Handler(WSGIRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Logs no requests."""
+
+
+def _routed(
+    metrics: Callable[..., Iterable[bytes]], problem: Callable[[], str]
+) -> Callable[..., Iterable[bytes]]:
+    def answer(environ: Mapping[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        path = environ["PATH_INFO"]
+        if path == "/metrics":
+            return metrics(environ, start_response)
+        status, words = "404 Not Found", "there are /metrics and /healthz"
+        if path == "/healthz":
+            words = problem()
+            status, words = ("503 Service Unavailable", words) if words else ("200 OK", "ok")
+        start_response(status, [("Content-Type", "text/plain; charset=utf-8")])
+        return [f"{one_line(words)}\n".encode()]
+
+    return answer
 
 
 def _one_at_a_time(app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
@@ -205,15 +223,23 @@ BUILD = Family("swift_build_info", INFO, "The version of swift-ft, as a label.")
 
 
 class Exposition:
-    def __init__(self, host: str, port: int, families: Sequence[Family], read: Callable[[], Samples]) -> None:
-        """Starts the server. Port 0: any free one. Raises UsageError if it cannot listen there."""
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        families: Sequence[Family],
+        read: Callable[[], Samples],
+        problem: Callable[[], str] = lambda: "",
+    ) -> None:
+        """Starts the server. Port 0: any free one. `problem`: why this process is not healthy; empty if it is. Raises
+        UsageError if it cannot listen there."""
         registry = CollectorRegistry()
         registry.register(_Collector(families, read))
         version = {"version": metadata.version("swift-ft")}
         registry.register(_Collector((BUILD,), lambda: {BUILD.name: plain(version)}))
         ProcessCollector(registry=registry)
         try:
-            self._server = MetricsServer(host.strip("[]"), port, registry)
+            self._server = MetricsServer(host.strip("[]"), port, registry, problem)
         except OSError as error:
             raise UsageError(
                 f"cannot show metrics on {host}:{port}: {error.strerror or error}; give another address"

@@ -83,7 +83,8 @@ def test_services_that_do_not_answer_or_cannot(tmp_path: Path) -> None:
     assert found[f"log server {nobody}"] == "fail"
     assert found["port"] == "fail"
     (line,) = [line for line in done.stdout.splitlines() if f"log server {nobody}" in line]
-    assert "cannot be reached within 1 s" in line
+    assert "cannot be reached within 1 s: " in line
+    assert "Connection refused" in line
     assert "NOT_SERVING" in done.stdout
 
 

@@ -1,5 +1,6 @@
 """The library's part of metrics: distributions, registries, HTTP; and what ranks and the coordinator count."""
 
+import http.client
 import json
 import socket
 import struct
@@ -94,6 +95,34 @@ def test_each_registry_is_its_own_and_shows_what_it_reads() -> None:
         other.close()
     with pytest.raises(OSError, match="refused"):
         scrape(one.address)
+
+
+def answer(address: str, path: str) -> tuple[int, str]:
+    host, _, port = address.rpartition(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=20.0)
+    try:
+        connection.request("GET", path)
+        reply = connection.getresponse()
+        return reply.status, reply.read().decode()
+    finally:
+        connection.close()
+
+
+def test_other_paths_are_not_found_and_one_tells_health() -> None:
+    problem = ""
+    families = (Family("y", GAUGE, "Ys."),)
+    shown = Exposition("127.0.0.1", 0, families, lambda: {"y": plain(1)}, lambda: problem)
+    try:
+        assert answer(shown.address, "/metrics")[0] == 200
+        assert answer(shown.address, "/metrics?name[]=y")[0] == 200
+        for path in ("/", "/metricsx", "/metrics/", "/favicon.ico", "/healthz/x"):
+            assert answer(shown.address, path) == (404, "there are /metrics and /healthz\n")
+        assert answer(shown.address, "/healthz") == (200, "ok\n")
+        problem = "the disk\nhas failed"
+        assert answer(shown.address, "/healthz") == (503, "the disk has failed\n")
+        assert answer(shown.address, "/metrics")[0] == 200, "what is wrong is best seen in its metrics"
+    finally:
+        shown.close()
 
 
 @pytest.fixture

@@ -242,7 +242,11 @@ def killer(directory: Path, die_at: str | None) -> Callable[[JobRow, m.Persist],
 
 
 def show_metrics(
-    metrics: "CoordinatorMetrics", driver: Driver, listen: tuple[str, int], arguments: argparse.Namespace
+    metrics: "CoordinatorMetrics",
+    driver: Driver,
+    checks: Health,
+    listen: tuple[str, int],
+    arguments: argparse.Namespace,
 ) -> Callable[[], None]:
     """(on the driver's loop) Starts to serve the metrics. Returns a function that stops it."""
     from swift_ft.metrics import Exposition, Samples
@@ -253,7 +257,16 @@ def show_metrics(
     def samples() -> Samples:
         return asyncio.run_coroutine_threadsafe(driver.look(metrics.samples), loop).result(SNAPSHOT_TIMEOUT_S)
 
-    shown = Exposition(*listen, FAMILIES, samples)
+    def problem() -> str:
+        async def failure() -> str:
+            return driver.failed.result() if driver.failed.done() else checks.problem()
+
+        try:  # a loop that hangs does not answer
+            return asyncio.run_coroutine_threadsafe(failure(), loop).result(SNAPSHOT_TIMEOUT_S)
+        except TimeoutError:
+            return f"it has not answered for {SNAPSHOT_TIMEOUT_S:g} s"
+
+    shown = Exposition(*listen, FAMILIES, samples, problem)
     shown.announce(arguments.metrics_address_file, as_text=arguments.log_format == logs.TEXT)
     return shown.close
 
@@ -306,7 +319,7 @@ async def serve(arguments: argparse.Namespace, caught_up: Callable[[], bool]) ->
     try:
         port = await started(server, driver, servicer, checks, protection)
         if metrics is not None and listen:
-            hide = show_metrics(metrics, driver, listen, arguments)
+            hide = show_metrics(metrics, driver, checks, listen, arguments)
         program.announce(arguments, port, protection.fields())
         await until_stopped(server, driver, stopped)
     finally:

@@ -214,16 +214,22 @@ def serve(options: argparse.Namespace) -> None:
             storage, options.engine, lambda: free_bytes(directory), lambda job: age_s(directory, job)
         )
         if metrics is None:
-            server, _ = make_server(engine, gate)
+            server, checks = make_server(engine, gate)
         else:
             engine.committer.on_commit = metrics.committed
-            server, _ = make_server(engine, gate, metrics.refused)
+            server, checks = make_server(engine, gate, metrics.refused)
         port = listening.bind(server, protection)
         engine.start(storage.recover())
         as_text = options.log_format == logs.TEXT
         if metrics is not None:
             host, metrics_port = options.metrics
-            shown = Exposition(host, metrics_port, FAMILIES, lambda: metrics.samples(engine))
+            shown = Exposition(
+                host,
+                metrics_port,
+                FAMILIES,
+                lambda: metrics.samples(engine),
+                lambda: checks.problem() and (engine.state.failed or f"it is {engine.state.condition()}"),
+            )
             stack.callback(shown.close)
             shown.announce(options.metrics_address_file, as_text=as_text)
         server.start()

@@ -113,12 +113,15 @@ def inventory(address: str, job: str, timeout_s: float) -> list[StreamInventory]
     ]
 
 
-def status(address: str, timeout_s: float, job: str = "", generation: int = 0) -> log_pb2.StatusReply:
+def status(
+    address: str, timeout_s: float, job: str = "", generation: int = 0, *, at_once: bool = False
+) -> log_pb2.StatusReply:
     """Returns the server's used and total space, for all jobs or one. ``generation``: given by the coordinator of the
-    job, which tells the server that the job lives."""
+    job, which tells the server that the job lives. ``at_once``: raises LogUnavailable if the first attempt to connect
+    fails; otherwise this is tried again until the timeout."""
     with _stub(address) as stub:
         request = log_pb2.StatusRequest(job=job, generation=generation)
-        return stub.Status(request, timeout=timeout_s, wait_for_ready=True)
+        return stub.Status(request, timeout=timeout_s, wait_for_ready=not at_once)
 
 
 def space(address: str, job: str, generation: int, timeout_s: float) -> JobSpace:
@@ -132,5 +135,5 @@ def drop(address: str, job: str, timeout_s: float, *, force: bool = False) -> tu
     """(operator) Deletes a job: records, generation, trim. Returns (records, bytes). Raises ServiceError if the job
     lives and ``force`` is False, and UsageError if there is no such job."""
     with _stub(address) as stub:
-        reply = stub.Drop(log_pb2.DropRequest(job=job, force=force), timeout=timeout_s, wait_for_ready=True)
+        reply = stub.Drop(log_pb2.DropRequest(job=job, force=force), timeout=timeout_s)
         return int(reply.records), int(reply.bytes)

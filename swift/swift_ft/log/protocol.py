@@ -217,6 +217,8 @@ def as_error(address: str, error: grpc.RpcError) -> SwiftError:
     if kind is not None:
         return kind(message_of(error))
     code = code_of(error)
+    if code is grpc.StatusCode.UNIMPLEMENTED or credentials.is_another_service(message_of(error)):
+        return UsageError(f"at {address} is another service, not a log server")
     if code is grpc.StatusCode.UNAVAILABLE:
         return LogUnavailable(f"log server {address} cannot be reached: {message_of(error)}")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:

@@ -30,7 +30,7 @@ import grpc
 
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft._pb import coordinator_pb2_grpc as pb_grpc
-from swift_ft.credentials import advised, open_channel
+from swift_ft.credentials import advised, is_another_service, open_channel
 from swift_ft.errors import (
     AccessDenied,
     Fenced,
@@ -229,6 +229,8 @@ class CoordinatorClient:
                 return reply
             except grpc.RpcError as error:
                 code, details = outcome(error)
+                if is_another_service(details):
+                    code = grpc.StatusCode.UNIMPLEMENTED
                 # A client that was admitted once had a valid token: a newer one may not be in the file yet.
                 if code not in _RETRIED and not (code in _NOT_ALLOWED and self._let_in) and code != _TOO_MUCH:
                     raise self._translated(code, details, refused) from None

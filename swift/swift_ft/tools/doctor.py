@@ -33,9 +33,9 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat,
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from swift_ft.cli_parser import Parser, host_and_port, local_directory
-from swift_ft.credentials import ENV_TOKEN_FILE, SECURITY_KEY, advised, read_token
+from swift_ft.credentials import ENV_TOKEN_FILE, SECURITY_KEY, advised, is_another_service, read_token
 from swift_ft.errors import SwiftError, UsageError
-from swift_ft.log.protocol import TIME_KEY, VERSION_KEY, message_of, open_channel
+from swift_ft.log.protocol import TIME_KEY, VERSION_KEY, code_of, message_of, open_channel
 from swift_ft.log.ring import Memory
 from swift_ft.text import one_line, show, table, tell
 from swift_ft.tokens import claims_of
@@ -89,6 +89,8 @@ _BLOCK_BYTES = 4096
 _KEEP_SIZE = 1  # <linux/falloc.h>
 _ROUND_TRIPS = 7
 _RING_BYTES = 256 << 20  # as a session's by default
+_OF_OTHERS = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNIMPLEMENTED)
+_NOT_THERE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 _CLOCK = re.compile(r"[0-9]{1,12}(\.[0-9]{1,9})?")
 
 
@@ -400,7 +402,6 @@ def peer(kind: str, address: str, timeout_s: float) -> Iterator[Finding]:
     try:
         stub = health_pb2_grpc.HealthStub(channel)
         request = health_pb2.HealthCheckRequest(service=SERVICES[kind])
-        grpc.channel_ready_future(channel).result(timeout_s)
         for _ in range(_ROUND_TRIPS):
             began, wall = time.perf_counter(), time.time()
             reply, call = stub.Check.with_call(request, timeout=timeout_s)
@@ -413,12 +414,13 @@ def peer(kind: str, address: str, timeout_s: float) -> Iterator[Finding]:
             told = about.get(TIME_KEY)
             if told is not None and _CLOCK.fullmatch(told) and trip_s == min(trips):
                 offset = (trip_s, float(told) - (wall + trip_s / 2))
-    except grpc.FutureTimeoutError:
-        problem = advised(address, f"cannot be reached within {timeout_s:g} s")
-        yield Finding(where, Status.FAIL, problem, advice)
-        return
     except grpc.RpcError as error:
-        yield Finding(where, Status.FAIL, f"does not tell its health: {message_of(error)}", advice)
+        problem = f"does not tell its health: {message_of(error)}"
+        if code_of(error) in _OF_OTHERS or is_another_service(problem):
+            problem = f"another service is there, not a {kind}"
+        elif code_of(error) in _NOT_THERE:
+            problem = advised(address, f"cannot be reached within {timeout_s:g} s: {message_of(error)}")
+        yield Finding(where, Status.FAIL, problem, advice)
         return
     finally:
         channel.close()
@@ -576,6 +578,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SwiftError as error:
         tell(error)
         return error.exit_code
+    except BrokenPipeError:
+        raise  # for `end_quietly`
     except OSError as error:
         tell(error)
         return 3

@@ -8,7 +8,6 @@ from pathlib import Path
 from swift_ft.cli_parser import Parser, local_directory
 from swift_ft.errors import ServiceError, SwiftError, UsageError
 from swift_ft.log.record import check_name
-from swift_ft.state import export
 from swift_ft.text import one_line, tell
 
 EXIT_USAGE, EXIT_DAMAGE = 2, 3
@@ -62,6 +61,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def run(config: argparse.Namespace) -> None:
     """Runs the command; prints one line. Raises ServiceError if no version is whole, UsageError if it cannot be
     written."""
+    from swift_ft.state import export  # imports torch: after what is wrong with the options was said
+
     ranks = config.ranks or export.world_size_of(config.directory)
     if not ranks:
         raise UsageError(f"there is no checkpoint in {config.directory}")

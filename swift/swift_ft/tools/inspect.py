@@ -254,6 +254,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LogUnavailable as error:
         tell(advised(server, str(error)) if server else error, "inspect")
         return error.exit_code
+    except BrokenPipeError:
+        raise  # for `end_quietly`
     except (SwiftError, OSError) as error:
         tell(error, "inspect")
         if isinstance(error, RecordCorrupt):

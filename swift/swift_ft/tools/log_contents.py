@@ -357,7 +357,7 @@ def _verify(path: Path, scanned: ScannedRecord, facts: StreamFacts, verified: Ve
 def served_facts(address: str, timeout_s: float, job: str = "", stream: str = "") -> LogFacts:
     """Returns the facts of a running server, of one job, one stream, or all. Raises UsageError if there is no such job,
     or LogUnavailable."""
-    status = admin.status(address, timeout_s)
+    status = admin.status(address, timeout_s, at_once=True)
     known = [held.job for held in status.jobs]
     if job and job not in known:
         raise UsageError(f"there is no job {job} on {address}; there are: {', '.join(known) or 'none'}")

@@ -155,6 +155,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SwiftError as error:
         tell(error)
         return error.exit_code
+    except BrokenPipeError:
+        raise  # for `end_quietly`
     except OSError as error:
         tell(f"token: {error.filename}: {error.strerror}")
         return ServiceError.exit_code

@@ -1,11 +1,13 @@
 """`swift-ft`: who is called, with what, and how fast."""
 
+import os
 import subprocess
 import sys
 
 import pytest
 
 from swift_ft import __version__, cli
+from swift_ft.cli_parser import end_quietly
 
 
 def run_cli(*arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -61,3 +63,88 @@ def test_help_of_run_says_what_it_does_first() -> None:
     assert done.stdout.splitlines()[0].startswith("Starts the ranks of a training job")
     assert "--spares" in done.stdout
     assert "--rdzv-backend" in done.stdout
+
+
+QUICK = [
+    *(
+        ["status"],
+        ["events", "--x"],
+        ["jobs"],
+        ["logs", "--lost", "x"],
+        ["inspect"],
+        ["token", "--x"],
+        ["export"],
+    ),
+    *(["doctor", "--ranks=x"], ["drill", "--stages=x"], ["drill", "--kill=x"], ["study", "--steps=x"]),
+    *(
+        ["failures"],
+        ["verify-determinism"],
+        ["plan"],
+        ["bench"],
+        ["bench", "log", "--x"],
+        ["bench", "nothing"],
+    ),
+]
+SLOW = ("torch", "scipy", "sklearn", "matplotlib", "prometheus_client")
+"""What takes longer to import than all the rest."""
+
+
+@pytest.mark.parametrize("arguments", QUICK, ids=" ".join)
+def test_a_usage_error_is_one_line_and_waits_for_no_import(arguments: list[str]) -> None:
+    program = f"import sys; from swift_ft import cli; code = cli.main({arguments})\n"
+    loaded = f"print([name for name in {SLOW} if name in sys.modules]); sys.exit(code)"
+    own = {name: value for name, value in os.environ.items() if not name.startswith("SWIFT_")}
+    done = subprocess.run(
+        [sys.executable, "-c", program + loaded], env=own, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "[]\n"), done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("module", ["swift_ft_services.coordinator", "swift_ft_services.logserver"])
+def test_so_is_a_services(module: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", module], capture_output=True, text=True, check=False
+    )
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert done.returncode == 2
+    assert "grpc" in imported
+    assert not imported & set(SLOW)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["-m", "swift_ft.cli", "help"],
+        ["-m", "swift_ft.cli", "jobs", "--help"],
+        ["-m", "swift_ft.cli", "doctor"],
+        ["-m", "swift_ft_services.coordinator", "--help"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_pipe_that_nobody_reads_ends_it_quietly(command: list[str], unbuffered: str) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run(
+            [sys.executable, *command],
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+            stdout=write,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    finally:
+        os.close(write)
+    assert done.stderr == ""
+    assert done.returncode in (0, 141), "argparse, which prints help, ignores errors of its own"
+    assert "--help" in command or done.returncode == 141
+
+
+def test_a_broken_pipe_of_another_kind_is_a_bug() -> None:
+    def bug() -> int:
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        end_quietly(bug)

@@ -137,6 +137,8 @@ def main(
     except SwiftError as error:
         tell(error)
         return error.exit_code
+    except BrokenPipeError:
+        raise  # for `end_quietly`
     except OSError as error:
         tell(error)
         return ServiceError.exit_code
