@@ -10,11 +10,13 @@ import select
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from swift_ft.errors import UsageError
 from swift_ft.files import write_whole
 from swift_ft.text import split_address
+
+T = TypeVar("T")
 
 
 class Parser(argparse.ArgumentParser):
@@ -43,11 +45,23 @@ def only_finite(parser: argparse.ArgumentParser) -> None:
     parser.register("type", float, finite)
 
 
+def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """Makes an argparse ``type`` of a function that raises UsageError. The message of the parser names the flag."""
+
+    def parsed(text: str) -> T:
+        try:
+            return parse(text)
+        except UsageError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parsed
+
+
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def local_directory(text: str) -> Path:
-    """Parses the name of a directory (an argparse `type`). Raises UsageError for the URL of an object store: as a path
+    """Parses the name of a directory. Raises UsageError for the URL of an object store: as a path
     it would name a folder such as ``./s3:``."""
     if _URL.match(text):
         raise UsageError(

@@ -81,11 +81,8 @@ def tell(line: object, who: str = "swift") -> None:
 
 # Grammars of names. A name cannot escape from where it is inserted: a directory, a label, a line of a log.
 
-NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-"""Grammar of job and stream names in the log: no slash, no NUL, no leading dot."""
-
-JOB_PATTERN = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
-"""Grammar of job names at the coordinator: those of the log in lower case."""
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._~-]{0,63}")
+"""Grammar of job and stream names: no slash, no NUL, no leading dot. Each is the name of a directory."""
 
 WORLD_SIZE_MAX = 1 << 16
 """Maximum number of ranks of one job."""
@@ -121,8 +118,6 @@ ENV_ALLOW_INEXACT = "SWIFT_ALLOW_INEXACT"
 ENV_SPARES = "SWIFT_SPARES"
 """Number of spares that a rank's launcher keeps."""
 
-JOB_GRAMMAR = "1 to 64 of a-z 0-9 . _ -, the first a letter or a digit"
-
 
 def flag_of(setting: str) -> str:
     """Returns the flag of a setting in `LAUNCHER_SETTINGS`."""
@@ -152,16 +147,17 @@ def check_name(kind: str, name: str) -> str:
     """Returns the name if the grammar allows it. Raises UsageError."""
     if not NAME_PATTERN.fullmatch(name):
         raise UsageError(
-            f"{kind} name {name[:80]!r} is not allowed: 1 to 64 letters, digits, '.', '_' or '-', "
+            f"{kind} name {name[:80]!r} is not allowed: 1 to 64 letters, digits, '.', '_', '~' or '-', "
             "the first a letter or a digit"
         )
     return name
 
 
-def check_job(name: str) -> str:
-    """Returns the job name if the coordinator's grammar allows it. Raises UsageError."""
-    if not JOB_PATTERN.fullmatch(name):
-        raise UsageError(f"job name {name[:80]!r} is not allowed: {JOB_GRAMMAR}")
+def job_called(text: str) -> str:
+    """Returns the name of the job that a person calls so: ``/`` is written ``~``, which nobody
+    uses otherwise, because the name is that of a directory. Raises UsageError."""
+    name = text.replace("/", "~")
+    check_name("job", name if NAME_PATTERN.fullmatch(name) else text)
     return name
 
 

@@ -20,7 +20,7 @@ import grpc
 
 from swift_ft import events, logs
 from swift_ft._pb import coordinator_pb2_grpc as pb_grpc
-from swift_ft.cli_parser import Parser, local_directory, metrics_address
+from swift_ft.cli_parser import Parser, argument, local_directory, metrics_address
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.log.placement import COPIES_MAX, machines, parse_server
 from swift_ft_services import listening, program
@@ -115,7 +115,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description="Runs the coordinator: membership, generations and recovery of training jobs.",
     )
     parser.add_argument(
-        "--directory", type=local_directory, required=True, help="the directory of its durable state"
+        "--directory",
+        type=argument(local_directory),
+        required=True,
+        help="the directory of its durable state",
     )
     parser.add_argument(
         "--log-servers",

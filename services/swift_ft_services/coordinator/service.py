@@ -13,7 +13,7 @@ from swift_ft.errors import UsageError
 from swift_ft.log.protocol import REASON_KEY, Reason
 from swift_ft.rpc import views
 from swift_ft.rpc.codec import from_message, of_view
-from swift_ft.text import WORLD_SIZE_MAX, check_job, text_of
+from swift_ft.text import WORLD_SIZE_MAX, check_name, text_of
 from swift_ft_services.coordinator import commands as m
 from swift_ft_services.coordinator.commands import Refusal, Refused, number_problem
 from swift_ft_services.coordinator.driver import Driver, JobApart, NoSuchJob, TooMany
@@ -327,6 +327,6 @@ def _said(text: str, length_max: int) -> str:
 
 async def _check_name(context: Context, job: str) -> None:
     try:
-        check_job(job)
+        check_name("job", job)
     except UsageError as error:
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))

@@ -14,7 +14,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 import grpc
 
 from swift_ft import events, logs
-from swift_ft.cli_parser import Parser, local_directory, metrics_address
+from swift_ft.cli_parser import Parser, argument, local_directory, metrics_address
 from swift_ft.errors import UsageError
 from swift_ft.log.directory import LIVES_S, age_s, free_bytes
 from swift_ft.log.frame import BODY_BYTES_MAX
@@ -83,7 +83,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--directory",
-        type=local_directory,
+        type=argument(local_directory),
         required=True,
         help="the directory of the segments; made if it is missing",
     )

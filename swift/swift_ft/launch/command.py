@@ -2,6 +2,7 @@
 
 import argparse
 import enum
+import hashlib
 import importlib.util
 import math
 import os
@@ -35,9 +36,8 @@ from swift_ft.planner.settings import lost_shard_problem
 from swift_ft.text import (
     ENV_ALLOW_INEXACT,
     ENV_SPARES,
-    JOB_GRAMMAR,
-    JOB_PATTERN,
     LAUNCHER_SETTINGS,
+    NAME_PATTERN,
     tell,
     whole_number,
 )
@@ -88,13 +88,19 @@ class Meeting(enum.Enum):
 
 
 def job_name(run_id: str) -> str:
-    """Returns a job name derived from a rendezvous id: characters that the grammar forbids become dashes."""
-    return re.sub(r"[^a-z0-9._-]", "-", run_id.lower()).lstrip("._-")[:64] or "job"
+    """Returns a job name derived from a rendezvous id. If the grammar does not allow it, dashes replace what is
+    forbidden, and a digest follows: two ids are two jobs."""
+    name = run_id.replace("/", "~")
+    if NAME_PATTERN.fullmatch(name):
+        return name
+    digest = hashlib.sha256(run_id.encode(errors="surrogateescape")).hexdigest()[:8]
+    return f"{re.sub('[^A-Za-z0-9._~-]', '-', name).lstrip('._~-')[:55] or 'job'}-{digest}"
 
 
 def name_of(script: str) -> str:
     """Returns a job name made from the name of the script or module."""
-    return job_name(os.path.basename(script).removesuffix(".py").rpartition(".")[2])[:40]
+    name = os.path.basename(script).removesuffix(".py").rpartition(".")[2].lower()
+    return re.sub("[^a-z0-9._-]", "-", name).lstrip("._-")[:40] or "job"
 
 
 def made_up_name(script: str) -> str:
@@ -322,8 +328,6 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(f"run: --spares {args.spares}: 0 or more")
     if args.monitor_interval <= 0:
         raise UsageError(f"run: --monitor-interval {args.monitor_interval}: seconds, more than 0")
-    if args.job is not None and not JOB_PATTERN.fullmatch(args.job):
-        raise UsageError(f"run: --job {args.job}: {JOB_GRAMMAR}")
     if args.standalone and args.failures:
         raise UsageError(
             "run: --failures makes services fail as well: start a coordinator and a log server, and leave --standalone "
@@ -364,8 +368,6 @@ def _check_origin(args: argparse.Namespace) -> None:
         raise UsageError(f"run: --from-version {args.from_version}: name the job as well, with --from-job")
     if args.from_version is not None and args.from_version < 0:
         raise UsageError(f"run: --from-version {args.from_version}: 0 or more")
-    if args.from_job is not None and not JOB_PATTERN.fullmatch(args.from_job):
-        raise UsageError(f"run: --from-job {args.from_job}: {JOB_GRAMMAR}")
     if args.from_job is not None and args.from_job == args.job:
         raise UsageError(
             f"run: --from-job {args.from_job}: a job goes on from its own checkpoints; leave the flag out, or name "
@@ -381,6 +383,10 @@ def main(argv: Sequence[str]) -> int:
             plan = replace(plan, standalone=plan.standalone.locked())
         elif plan.made_up:
             tell(f"this is job {plan.job.name} (--job gives it another name)")
+        elif "~" in plan.job.name:
+            tell(
+                f"this is job {plan.job.name} (a / in a name is written ~, because directories have the name, too)"
+            )
         # torch and gRPC are imported here, after all usage errors.
         run = import_with_extra("swift_ft.launch.run", "run", "train").run
         outcome = run(plan) if plan.around is None else plan.around(lambda: run(plan))

@@ -9,10 +9,11 @@ import copy
 import os
 from typing import Any, NoReturn
 
-from swift_ft.cli_parser import local_directory, only_finite
+from swift_ft.cli_parser import argument, local_directory, only_finite
 from swift_ft.errors import UsageError
 from swift_ft.launch.health_check import LIMIT_S_DEFAULT
 from swift_ft.planner.settings import LOST_SHARDS, QUICKEST, STRATEGIES
+from swift_ft.text import job_called
 
 DESCRIPTION = "Starts the ranks of a training job, keeps warm spares, and replaces a rank that dies."
 REPLACEMENTS_DEFAULT = 100
@@ -102,9 +103,11 @@ def _add_job(group: _Group) -> None:
     )
     group.add(
         "--job",
+        type=argument(job_called),
         metavar="NAME",
-        help="The job's name. Default: made from the rendezvous id; on one machine without one, from the script's name "
-        "and six letters. A name that was made up is printed.",
+        help="The job's name: 1 to 64 letters, digits, '.', '_' and '-'; a '/' becomes '~'. Default: made from the "
+        "rendezvous id; on one machine without one, from the script's name and six letters. A name that was made up is "
+        "printed.",
     )
     group.add(
         "--failures",
@@ -204,12 +207,13 @@ def _add_adaptive(group: _Group) -> None:
 def _add_checkpoints(group: _Group) -> None:
     group.add(
         "--checkpoint-dir",
-        type=local_directory,
+        type=argument(local_directory),
         metavar="DIR",
         help="The directory of the ranks' checkpoints (default with --standalone: ./swift-NAME/checkpoints).",
     )
     group.add(
         "--from-job",
+        type=argument(job_called),
         metavar="NAME",
         help="Begin with the newest complete checkpoint, and the step, of another job of the same coordinator, in the "
         "same --checkpoint-dir. A job that has checkpoints of its own goes on from those.",

@@ -32,7 +32,7 @@ from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from swift_ft.cli_parser import Parser, host_and_port, local_directory
+from swift_ft.cli_parser import Parser, argument, host_and_port, local_directory
 from swift_ft.credentials import ENV_TOKEN_FILE, SECURITY_KEY, advised, is_another_service, read_token
 from swift_ft.errors import SwiftError, UsageError
 from swift_ft.log.protocol import TIME_KEY, VERSION_KEY, code_of, message_of, open_channel
@@ -492,7 +492,7 @@ def parser() -> Parser:
     )
     parser.add_argument(
         "--directory",
-        type=local_directory,
+        type=argument(local_directory),
         help="the log server's directory; 64 MiB are written there and removed",
     )
     parser.add_argument(

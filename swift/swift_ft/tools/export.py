@@ -5,10 +5,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from swift_ft.cli_parser import Parser, local_directory
+from swift_ft.cli_parser import Parser, argument, local_directory
 from swift_ft.errors import ServiceError, SwiftError, UsageError
-from swift_ft.log.record import check_name
-from swift_ft.text import one_line, tell
+from swift_ft.text import job_called, one_line, tell
 
 EXIT_USAGE, EXIT_DAMAGE = 2, 3
 
@@ -23,12 +22,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--checkpoint-dir",
-        type=local_directory,
+        type=argument(local_directory),
         required=True,
         metavar="DIR",
         help="as swift-ft run was given it",
     )
-    parser.add_argument("--job", required=True, help="the job's name")
+    parser.add_argument("--job", type=argument(job_called), required=True, help="the job's name")
     parser.add_argument(
         "--version", type=int, metavar="V", help="export this version (default: the newest one that is whole)"
     )
@@ -40,7 +39,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("target", metavar="DIRECTORY", help="what is made; it must not be there yet")
     given = parser.parse_args(argv)
-    check_name("job", given.job)
     given.directory = Path(given.checkpoint_dir, given.job).absolute()
     given.target = Path(given.target).absolute()
     if not given.directory.is_dir():

@@ -12,7 +12,7 @@ from typing import Any
 # gRPC reads this at import: otherwise its own messages about an absent server would appear next to ours.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
-from swift_ft.cli_parser import Parser, local_directory
+from swift_ft.cli_parser import Parser, argument, local_directory
 from swift_ft.credentials import advised
 from swift_ft.errors import LogUnavailable, RecordCorrupt, ServiceError, SwiftError, UsageError
 from swift_ft.log import admin
@@ -26,7 +26,7 @@ from swift_ft.log.directory import (
     remove_forgotten,
 )
 from swift_ft.log.record import check_name
-from swift_ft.text import show, size_words, table, tell, time_words
+from swift_ft.text import job_called, show, size_words, table, tell, time_words
 from swift_ft.tools.log_contents import (
     DirectoryLog,
     JobFacts,
@@ -122,8 +122,7 @@ def _check(given: argparse.Namespace) -> None:
     """Raises UsageError for options that do not go together."""
     if (given.directory is None) == (not given.server):
         raise UsageError("give --directory DIR or --server HOST:PORT, one of them")
-    for kind, name in (("job", given.job or "x"), ("stream", given.stream or "x")):
-        check_name(kind, name)
+    check_name("stream", given.stream or "x")
     if given.verify and given.directory is None:
         raise UsageError("--verify reads files: give --directory; a server may be running there")
     if given.drop_job and given.verify:
@@ -146,12 +145,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--directory",
-        type=local_directory,
+        type=argument(local_directory),
         metavar="DIR",
         help="a log server's directory; the server may be running",
     )
     parser.add_argument("--server", default="", metavar="HOST:PORT", help="ask a running log server")
-    parser.add_argument("--job", default="", help="only this job")
+    parser.add_argument("--job", type=argument(job_called), help="only this job")
     parser.add_argument("--stream", default="", help="only this stream, such as s2.F")
     parser.add_argument("--segments", action="store_true", help="list every file too (with --directory)")
     parser.add_argument(
@@ -161,7 +160,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--drop-job",
-        default="",
+        type=argument(job_called),
         metavar="JOB",
         help="delete a job's log: its records, its generation, its trim",
     )
@@ -175,6 +174,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     given = parser.parse_args(argv)
     _check(given)
+    given.job = given.job or ""
     return given
 
 
@@ -210,7 +210,7 @@ def _verdict(facts: LogFacts) -> int:
 
 
 def _drop(config: argparse.Namespace) -> int:
-    job = check_name("job", config.drop_job)
+    job = config.drop_job
     if config.directory is None:
         records, size = admin.drop(config.server, job, config.timeout_s, force=config.force)
     else:

@@ -12,13 +12,13 @@ from datetime import datetime
 from typing import Any
 
 from swift_ft._pb import coordinator_pb2 as pb
-from swift_ft.cli_parser import Parser
+from swift_ft.cli_parser import Parser, argument
 from swift_ft.errors import SwiftError, UsageError
 from swift_ft.log.placement import parse_server
 from swift_ft.rpc.client import CoordinatorClient
 from swift_ft.rpc.codec import as_json
 from swift_ft.rpc.views import inexact_words, rehearsal_words, state_name
-from swift_ft.text import listed, show, table, tell, time_words
+from swift_ft.text import job_called, listed, show, table, tell, time_words
 
 OVER = (pb.FINISHED, pb.FAILED, pb.STOPPED)
 """States in which a job's ranks and log servers are no longer monitored."""
@@ -60,7 +60,10 @@ def _parser(command: str, description: str) -> Parser:
         parser.set_defaults(job="")
     else:
         parser.add_argument(
-            "--job", default="", metavar="NAME", help="default: the only job, if there is one"
+            "--job",
+            type=argument(job_called),
+            metavar="NAME",
+            help="default: the only job, if there is one",
         )
     if command in ("status", "jobs"):
         parser.add_argument(
@@ -88,7 +91,7 @@ def _answer(
     if given.watch is not None and not 0 < given.watch <= WATCH_S_MAX:
         raise UsageError(f"--watch {given.watch:g}: seconds, more than 0, at most {WATCH_S_MAX:g}")
     patience_s = PATIENCE_S if given.watch is None else math.inf
-    client = CoordinatorClient(given.coordinator, given.job, patience_s=patience_s, tell=tell)
+    client = CoordinatorClient(given.coordinator, given.job or "", patience_s=patience_s, tell=tell)
     try:
         while True:
             reply = ask(client)

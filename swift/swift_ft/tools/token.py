@@ -11,7 +11,7 @@ from swift_ft import tokens
 from swift_ft.cli_parser import Parser
 from swift_ft.credentials import LOOK_EVERY_S, Complaints, Renewal
 from swift_ft.errors import ServiceError, SwiftError, UsageError
-from swift_ft.text import check_job, tell
+from swift_ft.text import job_called, tell
 from swift_ft.tokens import Owner, Role, write_file
 
 HOURS_MAX = 24 * 366
@@ -82,7 +82,7 @@ def _check(given: Namespace) -> None:
     if given.key is None or not given.job or not given.roles:
         raise UsageError("token: give --new-key DIR, or --key FILE --job NAME --role ROLE")
     if given.job != tokens.EVERY_JOB:
-        check_job(given.job)
+        given.job = job_called(given.job)
     if not 0 < given.hours <= HOURS_MAX:
         raise UsageError(f"token: --hours {given.hours:g}: more than 0, at most {HOURS_MAX}")
     if len(given.subject) > tokens.SUBJECT_MAX or not given.subject.isprintable():

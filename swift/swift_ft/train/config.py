@@ -27,7 +27,7 @@ from swift_ft.planner.settings import (
 from swift_ft.planner.types import Strategy
 from swift_ft.state import MODES as CHECKPOINT_MODES
 from swift_ft.state import kernels
-from swift_ft.text import check_job
+from swift_ft.text import check_name
 
 # Values that must be equal on all ranks for bit-identical results.
 #
@@ -449,7 +449,7 @@ def place_from_environment() -> Place:
         )
     except KeyError as error:
         raise UsageError(f"{error.args[0]} is not set; start the trainer with `swift-ft run`") from None
-    check_job(place.job)  # it becomes part of a path
+    check_name("job", place.job)  # it becomes part of a path
     return place
 
 

@@ -18,7 +18,7 @@ from swift_ft.launch.decisions import Outcome
 from swift_ft.launch.flags import make_parser
 from swift_ft.launch.ranks import Std
 from swift_ft.launch.rendezvous import Terms
-from swift_ft.text import JOB_PATTERN
+from swift_ft.text import NAME_PATTERN
 
 COORDINATOR = "--coordinator=127.0.0.1:5000"
 
@@ -39,7 +39,7 @@ def test_defaults() -> None:
     assert (plan.spare_count, plan.config.replacements, plan.config.max_restarts) == (1, 100, 0)
     assert plan.grace_s == 5.0
     assert (plan.job.script, plan.job.args, plan.job.module) == ("train.py", ["--lr", "1"], False)
-    assert JOB_PATTERN.fullmatch(plan.job.name)
+    assert NAME_PATTERN.fullmatch(plan.job.name)
     assert plan.output.file(0, Std.OUT, "stdout.log") is None
     assert {signal.SIGINT, signal.SIGTERM} <= set(plan.config.signals)
 
@@ -54,7 +54,7 @@ def test_torchruns_flags_pass_through() -> None:
     assert (config.run_id, config.timeout_s) == ("Big Run!", 60)
     assert (config.role, config.monitor_interval) == ("trainer", 0.5)
     assert config.max_restarts == config.replacements == 7
-    assert (plan.job.name, plan.job.module, plan.job.script) == ("big-run-", True, "json.tool")
+    assert (plan.job.name, plan.job.module, plan.job.script) == (job_name("Big Run!"), True, "json.tool")
     assert plan.job.sys_path0() == os.getcwd()
 
 
@@ -164,7 +164,7 @@ def test_output_goes_where_the_flags_say(tmp_path: Path) -> None:
             "--from-version 3: name the job as well, with --from-job",
         ),
         ([COORDINATOR, "--from-job=j", "--from-version=-1", "train.py"], "--from-version -1: 0 or more"),
-        ([COORDINATOR, "--from-job=J!", "train.py"], "--from-job J!: "),
+        ([COORDINATOR, "--from-job=J!", "train.py"], "job name 'J!' is not allowed"),
         (
             [COORDINATOR, "--job=j", "--from-job=j", "train.py"],
             "--from-job j: a job goes on from its own checkpoints",
@@ -206,7 +206,7 @@ def test_output_goes_where_the_flags_say(tmp_path: Path) -> None:
             "--preload no_such.thing: there is no such",
         ),
         ([COORDINATOR, "--monitor-interval=0", "train.py"], "--monitor-interval 0"),
-        ([COORDINATOR, "--job=Über", "train.py"], "--job Über"),
+        ([COORDINATOR, "--job=Über", "train.py"], "job name 'Über' is not allowed"),
         ([COORDINATOR, "--redirects=9", "train.py"], "--redirects 9: 0 to 3, or "),
         ([COORDINATOR, "--local-ranks-filter=x", "train.py"], "--local-ranks-filter x: numbers"),
         ([COORDINATOR, "--log-dir=train.py/logs", "train.py"], "name a directory that can be written"),
@@ -263,11 +263,46 @@ def test_credentials_that_are_badly_kept_get_one_line(
 
 @pytest.mark.parametrize(
     ("run_id", "name"),
-    [("abc", "abc"), ("Job 1/2", "job-1-2"), ("-x", "x"), ("___", "job"), ("é", "job"), ("a" * 99, "a" * 64)],
+    [
+        *(
+            ("abc", "abc"),
+            ("Team/Run-1.2", "Team~Run-1.2"),
+            ("a" * 64, "a" * 64),
+            ("a" * 65, "a" * 55 + "-#"),
+        ),
+        *(("Job 1/2", "Job-1~2-#"), ("-x", "x-#"), ("___", "job-#"), ("é", "job-#"), ("..", "job-#")),
+    ],
 )
 def test_job_names_follow_the_grammar(run_id: str, name: str) -> None:
-    assert job_name(run_id) == name
-    assert JOB_PATTERN.fullmatch(name)
+    """`#`: a digest of the id."""
+    assert re.fullmatch(re.escape(name).replace(r"\#", "[0-9a-f]{8}"), job_name(run_id))
+    assert NAME_PATTERN.fullmatch(job_name(run_id))
+
+
+def test_two_rendezvous_ids_are_two_jobs() -> None:
+    ids = [
+        "Big Run",
+        "big run",
+        "big-run",
+        "Big-Run",
+        "big/run",
+        "big.run",
+        "big:run",
+        "a" * 64,
+        "a" * 65,
+        "a" * 66,
+    ]
+    assert len(set(map(job_name, ids))) == len(ids)
+
+
+def test_a_job_may_have_capitals_and_a_slash() -> None:
+    plan = make_plan([COORDINATOR, "--job=Team/Run-7", "--from-job=Team/Run-6", "train.py"])
+    assert (plan.job.name, plan.job.from_job) == ("Team~Run-7", "Team~Run-6")
+    for name in ("../x", "/x", "x y", "", ".x", "a\0"):
+        with pytest.raises(
+            UsageError, match=r"^run: argument --job: job name .* is not allowed: 1 to 64 letters"
+        ):
+            make_plan([COORDINATOR, f"--job={name}", "train.py"])
 
 
 def test_a_job_without_a_name_gets_one_that_is_printed_and_can_be_typed(
@@ -286,7 +321,9 @@ def test_a_job_without_a_name_gets_one_that_is_printed_and_can_be_typed(
         assert capsys.readouterr().err == f"swift: this is job {ran[-1]} (--job gives it another name)\n"
     assert len(set(ran)) == 2
     command.main([COORDINATOR, "--rdzv-id=Big Run", "--rdzv-backend=c10d", "--rdzv-endpoint=h:1", "train.py"])
-    assert "this is job big-run " in capsys.readouterr().err
+    assert "this is job Big-Run-" in capsys.readouterr().err
+    command.main([COORDINATOR, "--job=My/Run", "train.py"])
+    assert "this is job My~Run (a / in a name is written ~, " in capsys.readouterr().err
     command.main([COORDINATOR, "--job=mine", "train.py"])
     assert capsys.readouterr().err == ""
 

@@ -14,7 +14,7 @@ ENVIRONMENT = {
 }
 
 
-@pytest.mark.parametrize("job", ["../up", "/abs", "a/b", "", ".", "..", "x\n", "A", "x" * 65])
+@pytest.mark.parametrize("job", ["../up", "/abs", "a/b", "", ".", "..", "x\n", "x" * 65])
 def test_a_job_name_cannot_leave_the_checkpoints(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (ENVIRONMENT | {"SWIFT_JOB": job, "SWIFT_CHECKPOINT_DIR": "/nowhere"}).items():
         monkeypatch.setenv(name, value)

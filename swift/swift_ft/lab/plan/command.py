@@ -12,12 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from swift_ft._pb import coordinator_pb2 as pb
-from swift_ft.cli_parser import Parser, import_with_extra
+from swift_ft.cli_parser import Parser, argument, import_with_extra
 from swift_ft.errors import ServiceError, SwiftError, UsageError
 from swift_ft.lab.plan import running_job
 from swift_ft.lab.plan.arguments import add_output, duration, output, size, write
 from swift_ft.lab.plan.profile import Cap, Profile, read
-from swift_ft.text import flag_of, show, tell
+from swift_ft.text import flag_of, job_called, show, tell
 
 OTHERS = {"--adaptive": "swift_ft.lab.plan.rerouted", "--goodput": "swift_ft.lab.goodput.command"}
 EXIT_NOT_MET = 1
@@ -48,7 +48,7 @@ def make_parser() -> Parser:
     )
     for flag, kind, unit, words in (
         ("--coordinator", str, "HOST:PORT", "take the profile that the ranks of a running job have measured"),
-        ("--job", str, "NAME", "of the job"),
+        ("--job", argument(job_called), "NAME", "of the job"),
         ("--log-read-rate", size, "BYTES", "per second; default: as measured in a replay, else 1GB"),
         ("--log-write-rate", size, "BYTES", "per second; default: as measured, else 1GB"),
         ("--network-rate", size, "BYTES", "per second, between two ranks; default: nobody helps a replay"),
