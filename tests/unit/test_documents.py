@@ -1,5 +1,6 @@
 """What the documents name exists: links, anchors, files, commands and their flags."""
 
+import ast
 import functools
 import re
 import subprocess
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from swift_ft import cli
+from swift_ft.comm import LOOPBACK, NCCL_ENVIRONMENT
+from swift_ft.text import LAUNCHER_SETTINGS
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -122,3 +125,43 @@ def test_the_readme_names_every_document() -> None:
     readme = (ROOT / "README.md").read_text()
     names = [str(path.relative_to(ROOT)) for path in DOCUMENTS if path.name != "README.md"]
     assert [name for name in names if f"]({name}" not in readme] == []
+
+
+def test_the_page_of_environment_variables_lists_them_all() -> None:
+    listed = set()
+    for line in (ROOT / "docs" / "environment.md").read_text().splitlines():
+        if line.startswith("| `"):
+            listed |= set(re.findall(r"`([A-Z][A-Z0-9_]+)`", line.split("|")[1]))
+    used = {*LAUNCHER_SETTINGS.values(), *NCCL_ENVIRONMENT, *LOOPBACK}
+    peers = ROOT / "swift" / "swift_ft" / "lab" / "bench" / "peers"  # other systems' trainers
+    for path in (ROOT / "scripts").iterdir():
+        used |= set(re.findall(r"\$\{?(SWIFT_[A-Z_]+)", path.read_text()))
+    for path in [
+        ROOT / "hatch_build.py",
+        *(ROOT / "swift").rglob("*.py"),
+        *(ROOT / "services").rglob("*.py"),
+    ]:
+        if "_pb" not in path.parts and peers not in path.parents:
+            used |= variables_of(path)
+    assert used - listed == set(), "not on the page"
+    assert listed - used == set(), "on the page alone"
+
+
+def variables_of(path: Path) -> set[str]:
+    """Returns swift's own variables, by their names, and others where the environment is read or a rank's is made."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names: list[ast.expr] = []
+        match node:
+            case ast.Constant(value=str(text)) if re.fullmatch(r"SWIFT_[A-Z0-9_]+", text):
+                found.add(text)
+            case ast.Subscript(value=ast.Attribute(attr="environ"), slice=name):
+                names = [name]
+            case ast.Call(func=ast.Attribute(value=ast.Attribute(attr="environ")), args=[name, *_]):
+                names = [name]
+            case ast.Dict(keys=keys) if path.name == "ranks.py" and path.parent.name == "launch":
+                names = [key for key in keys if key is not None]
+        found |= {
+            name.value for name in names if isinstance(name, ast.Constant) and isinstance(name.value, str)
+        }
+    return found
