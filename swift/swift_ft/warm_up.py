@@ -85,6 +85,8 @@ def _has_not_moved(_error: Exception) -> bool:
 class _Process:
     def __init__(self) -> None:
         self.under_way: OneRun | None = None
+        self.said: tuple[int, int] | None = None
+        """(a rank) The pipe to the launcher: descriptor and inode."""
         self.began = 0.0
         self.waited = 0.0
 
@@ -105,9 +107,21 @@ def this_run() -> OneRun:
     return _process.under_way
 
 
-def begin_script() -> None:
-    """(worker) Starts the clock, just before the script's first line."""
+def begin_script(said_fd: int | None = None) -> None:
+    """(worker) Starts the clock, just before the script's first line. `said_fd`: a rank's pipe to the launcher."""
     _process.began, _process.waited = time.monotonic(), 0.0
+    if said_fd is not None:
+        _process.said = said_fd, os.fstat(said_fd).st_ino
+
+
+def begin_session() -> None:
+    """(a session or communicator, as it begins) Tells the launcher that this script recovers. Without that word all its
+    ranks are restarted after a loss."""
+    said, _process.said = _process.said, None
+    # A script may have closed the descriptor, and opened another file under its number.
+    with suppress(OSError):
+        if said is not None and os.fstat(said[0]).st_ino == said[1]:
+            os.write(said[0], b"s")
 
 
 def script_seconds() -> float:

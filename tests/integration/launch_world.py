@@ -25,8 +25,11 @@ from swift_ft_services.coordinator.driver import Meetings
 Found = TypeVar("Found")
 STALL_S = 30.0
 
+BEGINS = "from swift_ft import warm_up; warm_up.begin_session()\n"
+"""What a session says to the launcher."""
+
 # Says who it is, then waits for the file that ends it. `go.RANK` holds what it does in the end.
-RANK_SCRIPT = """\
+PLAIN_SCRIPT = """\
 import json, os, sys, time
 env = {k: v for k, v in os.environ.items() if k in WANTED or k.startswith(("SWIFT_", "TORCHELASTIC_"))}
 about = {"t": time.clock_gettime(time.CLOCK_MONOTONIC), "pid": os.getpid(), "env": env, "argv": sys.argv}
@@ -40,6 +43,7 @@ while not os.path.exists(go) and time.monotonic() < deadline:
     time.sleep(0.01)
 exec(open(go).read())
 """
+RANK_SCRIPT = BEGINS + PLAIN_SCRIPT
 WANTED = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"]
 WANTED += ["OMP_NUM_THREADS"]
 
@@ -175,7 +179,7 @@ class Launch:
         self.trace = directory / "events"
         self.trace.mkdir(exist_ok=True)
         (directory / "script.py").write_text(
-            f"WANTED = {WANTED}\n" + script if script is RANK_SCRIPT else script
+            f"WANTED = {WANTED}\n" + script if script in (RANK_SCRIPT, PLAIN_SCRIPT) else script
         )
         command = [
             sys.executable,

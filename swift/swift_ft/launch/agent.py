@@ -1,10 +1,12 @@
 """The launcher's main loop: a dead rank is replaced, and the others are left alone. torchrun's agent would restart them
-all.
+all; so does this one where the script has no session.
 
     (kernel)  a child's pidfd becomes readable
     (agent)   notice to the coordinator, queued; a warm spare gets the rank; once the job runs again, a new
               spare is started, so that importing torch takes no CPU time from the recovery (without a fork
               server; a new server waits for the same)
+    (agent)   no rank has begun a session, and none is known to the coordinator: all ranks are stopped, and
+              started again (`_restart`)
     (agent)   a View says FAILED, or fences a child of this launcher: stops everything, or kills that child
 """
 
@@ -28,6 +30,7 @@ from swift_ft.launch.decisions import (
     Verdict,
     check_delay_s,
     delay_s,
+    describe_exit,
     judge_check,
     judge_exit,
     judge_start,
@@ -46,6 +49,7 @@ from swift_ft.launch.ranks import (
 )
 from swift_ft.launch.rendezvous import Rendezvous
 from swift_ft.launch.spares import Rehearsals, Spares
+from swift_ft.launch.together import Together
 from swift_ft.launch.worker import Program
 from swift_ft.log.memory import available_memory
 from swift_ft.rpc.codec import of_view
@@ -307,6 +311,14 @@ class Leaving:
             raise Signalled(signal.SIGTERM)
 
 
+# A script without a session (`swift_ft.Session`, `swift_ft.Communicator`) is run as torchrun runs it.
+
+UNPROTECTED = (
+    "not protected: the script has no session, so a failure restarts all its ranks, as torchrun does (--max-restarts "
+    "{max_restarts}). Three lines change that: session = swift_ft.Session.from_env(); optimizer = "
+    "session.optimizer(optimizer); session.run(train_step, num_steps=N) (docs/trainers.md)"
+)
+
 SPARE_DELAY_S_MAX = 30.0
 """Seconds after a death until a new spare is started, even if no View says that the job runs again."""
 SETTLE_S = 0.5
@@ -374,6 +386,13 @@ class ReplacingAgent:
         self._known = False
         """The coordinator's View names this launcher's run."""
         self._has_run = False
+        self._has_session = False
+        """A rank of this machine has begun a session or a communicator."""
+        self._told_unprotected = False
+        self._restarts = 0
+        """How often all ranks were restarted."""
+        self._together: Together | None = None
+        """(one of several machines) The others, until it is known that there is a session."""
         self._looked_at: pb.View | None = None
         self._told = Told()
         self._last_death: tuple[float, int] | None = None
@@ -395,6 +414,8 @@ class ReplacingAgent:
             began = events.now()
             with self._gate.raising():
                 self._place = self._machines.next_rendezvous()
+            if len(self._place.ranks_of) > 1:
+                self._together = Together(self._place, self._settings.timeout_s, self._nursery.wake)
             if events.now() - began > CHECK_HOLDS_S:
                 self._check_all_places()
             for local_rank in range(self._settings.nproc_per_node):
@@ -413,6 +434,8 @@ class ReplacingAgent:
 
     def _shut_down(self) -> None:
         self._waiting.stop()
+        if self._together is not None:
+            self._together.close()
         self._nursery.kill([child for child in self._nursery.children if child.rank is None])
         self._stop_ranks()
         self._nursery.close()
@@ -425,7 +448,9 @@ class ReplacingAgent:
             say("SIGTERM: a checkpoint is made first (another signal ends the ranks at once)")
         self._leaving.check(self._view)
         for child in spoke:  # first: a spare that has just become warm can be used
+            self._has_session = self._has_session or child.has_session
             (self._rehearsals if child.rehearses else self._spares).heard(child)
+        self._look_after_unprotected()
         # Then deaths, which are urgent.
         for child in ended:
             self._on_exit(child)
@@ -444,6 +469,12 @@ class ReplacingAgent:
             say(late)
         self._replace_due()
         if not self._ranks and not self._waiting:
+            if not self._is_protected:
+                self._tell_unprotected()
+                if self._together is not None:
+                    self._together.ended(self._restarts)
+                    if not self._together.all_ended:
+                        return
             if not self._left.await_end(self._view):
                 self.outcome = Outcome(exit_code=self._lost_code, line=self._summary())
                 return
@@ -476,6 +507,7 @@ class ReplacingAgent:
             job=self._job,
             incarnation=incarnation,
             device_of=device_of,
+            restarts=self._restarts,
         )
         # The rank then fails, instead of starting anew, if the coordinator has lost the job.
         env["SWIFT_HAS_RUN"] = "1" if self._has_run else ""
@@ -525,6 +557,10 @@ class ReplacingAgent:
         self._rehearsals.give_way()
         if self.outcome is not None:
             return
+        self._has_session = self._has_session or child.has_session
+        if child.exit_code and not self._is_protected:
+            self._restart(f"rank {child.rank}: {describe_exit(child.exit_code)}")
+            return
         self._attempts[local_rank] += 1
         self._deaths[local_rank] += 1
         situation = self._situation(local_rank)
@@ -546,6 +582,80 @@ class ReplacingAgent:
         if verdict.action == Action.LOST:
             self._lost_code = verdict.exit_code
             say(verdict.reason)
+
+    # Scripts without a session.
+
+    @property
+    def _is_protected(self) -> bool:
+        return self._has_session or self._view is not None
+
+    def _tell_unprotected(self) -> None:
+        if not self._told_unprotected:
+            self._told_unprotected = True
+            say(f"job {self._job.name} is {UNPROTECTED.format(max_restarts=self._settings.max_restarts)}")
+
+    def _look_after_unprotected(self) -> None:
+        """Follows the other machines, as long as no session is known."""
+        together = self._together
+        if self._is_protected:
+            if together is not None:
+                together.close()
+                self._together = None
+            return
+        if self._machines.is_used:
+            self._tell_unprotected()
+        if together is not None and together.failed:
+            self._end({1}, f"{together.failed}: the job is stopped")
+        elif together is not None and together.round > self._restarts:
+            self._restart("")
+
+    def _restart(self, reason: str) -> None:
+        """Stops all ranks, and starts them again; else ends the job. `reason`: a rank of this machine has ended; empty:
+        another machine restarts."""
+        self._tell_unprotected()
+        ranks, self._ranks = list(self._ranks.values()), {}
+        self._nursery.stop(ranks, self._grace_s, hurry=lambda: self._gate.pending)
+        together, most = self._together, self._settings.max_restarts
+        if reason and self._restarts >= most and (together is None or together.round <= self._restarts):
+            if together is not None:
+                together.fail(reason)
+            self._end({1}, f"{reason}: the job is stopped, after {self._restarts} of {most} restarts")
+            return
+        if together is None:
+            self._restarts += 1
+            with self._gate.raising():
+                self._place = self._machines.next_rendezvous()
+        else:
+            reason = self._restart_together(together, reason)
+            if self.outcome is not None:
+                return
+        say(f"{reason}: all ranks are restarted ({self._restarts} of {most})")
+        events.emit("restarted", count=self._restarts, reason=reason)
+        self._done.clear()
+        self._left.clear()
+        self._check_all_places()
+        for local_rank in range(self._settings.nproc_per_node):
+            self._give_rank(local_rank)
+
+    def _restart_together(self, together: Together, reason: str) -> str:
+        """Waits until the ranks of all machines have stopped. Returns why they did."""
+        if reason:
+            together.ask(self._restarts + 1, reason)
+        stopped = self._restarts
+        while together.store_port is None or together.store_port[0] <= self._restarts:
+            if why := together.failed or together.lost:
+                self._end({1}, f"{reason or together.reason}; {why}: the job is stopped")
+                return ""
+            if self._is_protected:
+                return reason or together.reason
+            if together.round > stopped:
+                stopped = together.round
+                together.stopped(stopped)
+            self._gate.check()
+            self._nursery.wait(self._settings.monitor_interval)
+        self._restarts, port = together.store_port
+        self._place = replace(self._place, master_port=port)
+        return together.reason
 
     def _situation(self, local_rank: int) -> Situation:
         """Returns the situation in which a process of that place has ended, or cannot be started."""

@@ -215,6 +215,11 @@ class Child:
         self.said += heard
         return bool(heard)
 
+    @property
+    def has_session(self) -> bool:
+        """(a rank) Its script has begun a session, or a communicator."""
+        return self.rank is not None and bool(self.said)
+
     def send(self, signum: int) -> None:
         if self.exit_code is None:
             with contextlib.suppress(ProcessLookupError):
@@ -406,6 +411,7 @@ class Nursery:
             theirs.callback(os.close, control_read)
             ours.callback(os.close, control_write)
             warm_read, warm_write = os.pipe()
+            os.set_blocking(warm_read, False)
             theirs.callback(os.close, warm_write)
             ours.callback(os.close, warm_read)
             started = how([control_read, warm_write, self._word_read])
@@ -452,6 +458,8 @@ class Nursery:
             self._selector.unregister(child.pidfd)
             if child.warm_fd >= 0:
                 self._selector.unregister(child.warm_fd)
+                with contextlib.suppress(BlockingIOError):  # nothing was said since
+                    child.read_message()
             child.reap()
             self.children.remove(child)
         return spoke, ended

@@ -159,9 +159,10 @@ def rank_env(
     job: RankProgram,
     incarnation: str,
     device_of: int | None = None,
+    restarts: int = 0,
 ) -> dict[str, str]:
     """Returns the variables of one rank, on top of the launcher's own environment. `device_of`: the local rank on whose
-    device it runs, if that is not its own: trainers choose theirs by LOCAL_RANK."""
+    device it runs, if that is not its own: trainers choose theirs by LOCAL_RANK. `restarts`: of all ranks."""
     rank, world_size = str(place.rank(local_rank)), str(sum(place.ranks_of))
     env = place_env(machine, local_rank if device_of is None else device_of, job) | {
         "RANK": rank,
@@ -173,7 +174,7 @@ def rank_env(
         "ROLE_WORLD_SIZE": world_size,
         "MASTER_ADDR": place.master_addr,
         "MASTER_PORT": str(place.master_port),
-        "TORCHELASTIC_RESTART_COUNT": "0",  # no group is ever restarted
+        "TORCHELASTIC_RESTART_COUNT": str(restarts),
         "TORCHELASTIC_MAX_RESTARTS": str(machine.max_restarts),
         "TORCHELASTIC_RUN_ID": machine.run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "True",

@@ -37,13 +37,16 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 
 
-def open_store(host: str, port: int, *, timeout_s: float = 300.0, listener: int | None = None) -> "TCPStore":
-    """Opens a store for trainers. `listener`: a listening socket's descriptor, which the store owns from then on."""
+def open_store(
+    host: str, port: int, *, timeout_s: float = 300.0, listener: int | None = None, is_first: bool = True
+) -> "TCPStore":
+    """Opens a store for trainers, or a connection to one. `listener`: a listening socket's descriptor, which the store
+    owns from then on."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # here, because torch takes long to import
 
     limit = timedelta(seconds=timeout_s)
     return TCPStore(
-        host, port, is_master=True, timeout=limit, wait_for_workers=False, master_listen_fd=listener
+        host, port, is_master=is_first, timeout=limit, wait_for_workers=False, master_listen_fd=listener
     )
 
 
@@ -52,12 +55,17 @@ class Rendezvous(ABC):
 
     @abstractmethod
     def next_rendezvous(self) -> MachinePlace:
-        """Waits for a place, and returns it."""
+        """Waits for a place, and returns it. Again when all ranks of a script without a session are restarted."""
 
     @property
     def lost(self) -> str:
         """Why this machine has lost its place; empty while it has one."""
         return ""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether ranks are known to meet in the store, which a session does not need."""
+        return False
 
     def leave(self) -> None:  # noqa: B027
         """Releases the place, at the end."""
@@ -71,19 +79,25 @@ class LoopbackRendezvous(Rendezvous):
     """
 
     def __init__(self, ranks: int, timeout_s: float, lost: Callable[[], str] = str) -> None:
-        """Opens the store. `lost`: returns why the job's own services are lost; empty while they are there."""
+        """Initializes. `lost`: returns why the job's own services are lost; empty while they are there."""
         self._ranks = ranks
+        self._timeout_s = timeout_s
         self._lost = lost
-        listener = socket.create_server((LOOPBACK, 0))
-        self._port = listener.getsockname()[1]
-        self._store = open_store(LOOPBACK, self._port, timeout_s=timeout_s, listener=listener.detach())
+        self._store: TCPStore | None = None
 
     @property
     def lost(self) -> str:
         return self._lost()
 
+    @property
+    def is_used(self) -> bool:
+        return self._store is not None and self._store.num_keys() > 0
+
     def next_rendezvous(self) -> MachinePlace:
-        return MachinePlace(number=0, ranks_of=[self._ranks], master_addr=LOOPBACK, master_port=self._port)
+        listener = socket.create_server((LOOPBACK, 0))
+        port = listener.getsockname()[1]
+        self._store = open_store(LOOPBACK, port, timeout_s=self._timeout_s, listener=listener.detach())
+        return MachinePlace(number=0, ranks_of=[self._ranks], master_addr=LOOPBACK, master_port=port)
 
 
 class PlacedRendezvous(Rendezvous):

@@ -11,6 +11,8 @@ A child that the fork server has forked (`swift_ft.launch.forkserver`) begins at
 (launcher) writes the line, see `Program`; end of file instead means that this spare is not needed.
 (worker)   sets environment and arguments as `python SCRIPT` would, and runs the script as __main__.
 
+(rank)     writes one byte more to WARM_FD when the script begins a session.
+
 An assignment may be a warm-up (`swift_ft.warm_up`). Then the worker writes one line of JSON to WARM_FD when it is done,
 and waits for the next assignment.
 """
@@ -260,6 +262,7 @@ def run_script(assignment: Program) -> None:
     try:
         reinitialization.call_again_after_losses(lambda: _run_as_main(assignment))
     except SwiftError as error:
+        warm_up.begin_session()  # the exit code is swift's, and is no script's own
         with contextlib.suppress(OSError):
             sys.stdout.flush()
         if _has_word(error):
@@ -313,14 +316,15 @@ def work(control_fd: int, warm_fd: int) -> None:
             assignment = read_program(control)
         if assignment is not None and assignment.rehearse is not None:
             _rehearse(assignment, assignment.rehearse, warm_fd)
-    os.close(warm_fd)
     if assignment is None:
+        os.close(warm_fd)
         return
+    os.set_inheritable(warm_fd, False)
     _become(assignment)
     draw_alike()
     events.configure(f"rank{assignment.env.get('RANK', '?')}")
     events.emit("script_start", incarnation=assignment.env.get("SWIFT_INCARNATION"))
-    warm_up.begin_script()
+    warm_up.begin_script(warm_fd)
     rank = os.getpid()
     try:
         run_script(assignment)

@@ -103,6 +103,7 @@ class Communicator:
         In a process that replaces a lost member it blocks until the others call `grow`. If they end without it, it
         raises SystemExit(0). Raises UsageError if `swift-ft run` has not started this process.
         """
+        warm_up.begin_session()
         place = place_from_environment()
         events.configure(f"rank{place.rank}")
         return cls(place)

@@ -2,6 +2,8 @@
 
 import os
 import platform
+import shlex
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -437,6 +439,26 @@ class Place:
     incarnation: str
 
 
+def _command() -> str:
+    """Returns the command that starts this process's script as `swift-ft run` would; by what torchrun has set."""
+    ranks, machines = os.environ.get("LOCAL_WORLD_SIZE", "N"), os.environ.get("GROUP_WORLD_SIZE", "1")
+    flags = ["--standalone"]
+    if machines != "1":
+        flags = [
+            "--coordinator",
+            "HOST:PORT",
+            "--job",
+            "NAME",
+            "--checkpoint-dir",
+            "DIR",
+            "--nnodes",
+            machines,
+        ]
+    main = getattr(sys.modules.get("__main__"), "__spec__", None)
+    script = [sys.argv[0]] if main is None else ["-m", main.name]
+    return shlex.join(["swift-ft", "run", *flags, "--nproc-per-node", ranks, *script, *sys.argv[1:]])
+
+
 def place_from_environment() -> Place:
     """Reads the environment. Raises UsageError if this process was not started by ``swift-ft run``."""
     try:
@@ -448,7 +470,7 @@ def place_from_environment() -> Place:
             incarnation=os.environ["SWIFT_INCARNATION"],
         )
     except KeyError as error:
-        raise UsageError(f"{error.args[0]} is not set; start the trainer with `swift-ft run`") from None
+        raise UsageError(f"{error.args[0]} is not set: start the script with `{_command()}`") from None
     check_name("job", place.job)  # it becomes part of a path
     return place
 

@@ -117,6 +117,7 @@ class Session:
         Raises UsageError (not started by ``swift-ft run``, a wrong setting, or a machine without shared memory for the
         log's queue) and JoinRefused (another rank has different settings, another machine or another world size).
         """
+        warm_up.begin_session()
         settings |= _launchers(settings)
         settings.setdefault("rehearse", "start" if os.environ.get(ENV_SPARES, "0") != "0" else "off")
         config = SessionConfig(seed=seed, checkpoint_every=checkpoint_every, codec=codec, **settings)
