@@ -3,6 +3,7 @@
 import os
 import sys
 from importlib import metadata
+from typing import Any
 
 from swift_ft.cli_parser import end_quietly, import_with_extra
 from swift_ft.errors import UsageError
@@ -58,8 +59,17 @@ OTHERS = {
         "tools.status:logs",
         "show where a job's log is kept; give a log server up, or name another one",
     ),
+    "completion": ("tools.completion", "print what bash or zsh needs to complete these commands and flags"),
     "doctor": ("tools.doctor", "check whether this machine is fit, and whether the services answer"),
 }
+
+
+def _parsers() -> dict[str, tuple[str, str]]:
+    """Returns name -> (module that makes the parser, what it does) of each command."""
+    flags = {"run": "swift_ft.launch.flags"}
+    return {
+        name: (flags.get(name, f"{module}.__main__"), what) for name, (module, what) in PROGRAMS.items()
+    } | {name: (f"swift_ft.{module}", what) for name, (module, what) in OTHERS.items()}
 
 
 def usage() -> str:
@@ -87,13 +97,14 @@ def _main(argv: list[str] | None) -> int:
         os.execv(sys.executable, [sys.executable, "-P", "-m", module, *rest])
     if command in OTHERS:
         name, _, one_of_several = OTHERS[command][0].partition(":")
+        more: list[Any] = [_parsers()] if command == "completion" else [*filter(None, [one_of_several])]
         module = f"swift_ft.{name}"
         try:
             program = import_with_extra(module, command, "lab" if ".lab." in module else "train")
         except UsageError as error:
             tell(error)
             return 2
-        return int(program.main(rest, *filter(None, [one_of_several])))
+        return int(program.main(rest, *more))
     if command in ("version", "--version"):
         print(f"swift-ft {metadata.version('swift-ft')}")
         return 0

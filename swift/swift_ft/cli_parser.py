@@ -12,11 +12,36 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from swift_ft.errors import UsageError
+from swift_ft.errors import SwiftError, UsageError
 from swift_ft.files import write_whole
 from swift_ft.text import split_address
 
 T = TypeVar("T")
+
+
+class ParserMade(Exception):
+    """Raised in place of parsing, within `parser_of`."""
+
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        self.parser = parser
+
+
+_only_made = False
+
+
+def parser_of(program: Callable[[], object]) -> argparse.ArgumentParser | None:
+    """Returns the parser with which a program would parse its arguments; None if it would not get that far."""
+    global _only_made
+    _only_made = True
+    try:
+        program()
+    except ParserMade as made:
+        return made.parser
+    except SwiftError:
+        return None
+    finally:
+        _only_made = False
+    return None
 
 
 class Parser(argparse.ArgumentParser):
@@ -26,6 +51,11 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog=prog, allow_abbrev=False, **options)
         only_finite(self)
         self._first_line = description
+
+    def parse_known_args(self, *args: Any, **options: Any) -> Any:
+        if _only_made:
+            raise ParserMade(self)
+        return super().parse_known_args(*args, **options)
 
     def format_help(self) -> str:
         return f"{self._first_line}\n\n{super().format_help()}"

@@ -38,6 +38,13 @@ def usage() -> str:
     )
 
 
+def make_parser() -> Parser:
+    """Returns a parser of the name alone: the flags of a benchmark are in its module, which may import torch."""
+    parser = Parser(prog="swift-ft bench", description="Measures one part of swift.")
+    parser.add_argument("name", choices=list(BENCHMARKS))
+    return parser
+
+
 def run(name: str, argv: Sequence[str]) -> int:
     """Runs a benchmark and returns the exit code: 1 if its verdict is FAIL, 3 if it is INCONCLUSIVE or INCOMPLETE.
 
