@@ -48,7 +48,7 @@ def test_the_page_needs_nothing_else(case: tuple[dict[str, Any], str]) -> None:
     shown = page(result)
     assert words in shown
     assert re.findall(r"https?://|src=|@import|url\(|<script|<link", shown) == []
-    for tag in ("pre", "span", "code", "style"):
+    for tag in ("table", "tr", "td", "span", "div", "p", "code", "style"):
         assert len(re.findall(rf"<{tag}[ >]", shown)) == shown.count(f"</{tag}>"), tag
 
 
@@ -68,6 +68,61 @@ def test_ranks_that_do_the_same_share_a_row() -> None:
     assert groups == ["ranks 0, 1, 2, 3"]
     assert rows[0][0] == 0
     assert "rank 2 killed in backward, step 8, microbatch 3" in rows[0][2]
+
+
+def event(t: float, name: str, who: str = "coordinator", **fields: Any) -> dict[str, Any]:
+    rank = {"rank": int(who.removeprefix("rank"))} if who.startswith("rank") else {}
+    return {"t": 100 + t, "event": name, "who": who, **rank, **fields}
+
+
+def test_the_timeline_is_in_order_and_says_what_goes_on_in_its_gaps() -> None:
+    """Rank 1 was shown as ready with the others, before it had its state; ranks had two spellings."""
+    fault = event(0.0, "fault", "rank1", step=7, microbatch=0, phase="backward")
+    timeline = [
+        *(event(-1.0, "state", state="RUNNING", generation=1), fault),
+        event(0.3, "state", state="FENCING", generation=2, reason="rank 1 was killed by signal 9"),
+        *(event(0.31, "notice", "rank0", generation=2), event(0.32, "notice", "rank2", generation=2)),
+        event(0.33, "state", state="RECOVERING", generation=2),
+        *(event(0.34, "ready", f"rank{rank}", generation=2) for rank in (0, 2)),
+        *(
+            event(0.35, "restore_begin", "rank1", generation=2),
+            event(0.36, "restore_end", "rank1", generation=2),
+        ),
+        event(0.37, "replay_begin", "rank1", version=0),
+        event(0.9, "replay_end", "rank1", steps=7, seconds=0.53, records=1, verified=1, filled=0),
+        event(0.91, "ready", "rank1", generation=2),
+        event(0.92, "state", state="RUNNING", generation=2),
+        event(2.0, "state", state="FINISHED", generation=2),
+    ]
+    rows = timeline_rows({"timeline": timeline})
+    assert [round(t, 2) for t, _, _ in rows] == sorted(round(t, 2) for t, _, _ in rows)
+    assert [(who, what) for _, who, what in rows] == [
+        ("rank 1", "rank 1 killed in backward, step 7, microbatch 0"),
+        ("", "… 300 ms: nobody has noticed it yet"),
+        ("coordinator", "FENCING, generation 2: rank 1 was killed by signal 9"),
+        ("ranks 0, 2", "told to stop (the last at +0.320)"),
+        ("coordinator", "RECOVERING, generation 2"),
+        ("ranks 0, 2", "ready (the last at +0.340)"),
+        ("rank 1", "gets its state (a checkpoint or a replica)"),
+        ("rank 1", "has its state"),
+        ("rank 1", "rank 1 replays from version 0"),
+        ("", "… 530 ms: steps are computed again"),
+        ("rank 1", "rank 1 replayed 7 steps in 530 ms: 1 records read, 1 sends verified, 0 filled"),
+        ("rank 1", "ready"),
+        ("coordinator", "RUNNING, generation 2"),
+        ("", "… 1.08 s: training"),
+        ("coordinator", "FINISHED, generation 2"),
+    ]
+
+
+def test_no_line_of_the_page_keeps_a_phone_from_wrapping_it() -> None:
+    """What is long has no spaces to break at; the rest of the page is as narrow as the window."""
+    shown = page(report.build(Facts.of(config(), good())))
+    assert '<meta name="viewport" content="width=device-width">' in shown
+    assert "<pre" not in shown
+    assert "th,td:last-child,td:nth-child(n+3),h1,p{overflow-wrap:anywhere}" in shown
+    cells = re.findall(r"<tr><td>([^<]*)</td>(?:<td>([^<]*)</td>)?(?=<td>)", shown)
+    assert max(len(word) for cell in cells for text in cell for word in text.split()) <= len("failure-free")
 
 
 def test_the_bar_is_as_long_as_the_phases() -> None:

@@ -1,7 +1,7 @@
-"""What a drill shows: its progress, and its report, in a terminal or with checks and digests as a page."""
+"""What a drill shows: its progress, and its report, in a terminal or, with checks and digests, as a page."""
 
 import html
-import io
+import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,7 +27,6 @@ PHASE_COLOURS = {
     "rejoin": "green",
 }
 BAR_CELLS = 60
-PAGE_WIDTH = 140
 ANSWERS = {True: "yes", False: "NO", None: "no evidence"}
 _MERGED = ("notice", "freed", "group_built", "ready", "restore_begin", "restore_end", "roll_forward")
 """Events that every rank emits at about the same time: one line for all ranks."""
@@ -145,33 +144,73 @@ def describe(event: Mapping[str, Any]) -> str:
     return _WORDS.get(name, name).format_map(known)
 
 
-def timeline_rows(result: Mapping[str, Any]) -> list[tuple[float, str, str]]:
-    """Returns (seconds since the first kill, source, description) of the relevant events. Ranks with the same event
-    share a row."""
-    first_steps = [event for event in result["timeline"] if event["event"] in _WORDS]
-    kills = [e["t"] for e in first_steps if e["event"] in ("fault", "service_killed")]
+Row = tuple[float, str, str]
+"""Seconds since the first kill, source, description."""
+GAP = 0.1
+"""Fraction of the time that is shown, from which a time without events is explained; never below `GAP_S`."""
+GAP_S = 0.05
+_MEANWHILE = {
+    "": "nobody has noticed it yet",
+    "FENCING": "log servers are fenced, ranks leave their step",
+    "PLANNING": "ranks say what they hold, and a new process starts",
+    "RECOVERING": "connections are made, and states",
+    "restore_end": "what the next step needs is prepared",
+    "replay_begin": "steps are computed again",
+    "RUNNING": "training",
+}
+"""Newest event that tells -> what goes on without an event that is shown."""
+
+
+def timeline_rows(result: Mapping[str, Any]) -> list[Row]:
+    """Returns the relevant events, in the order in which they began. Ranks with the same event share a row, but for a
+    rank that has done something of its own in between. What goes on in long gaps has a row, too."""
+    shown = [event for event in result["timeline"] if _is_shown(event)]
+    kills = [event["t"] for event in shown if event["event"] in ("fault", "service_killed")]
     start = min(kills, default=0.0)
-    rows: list[tuple[float, str, str]] = []
+    rows: list[tuple[Row, str]] = []
     merged: dict[tuple[str, Any], tuple[int, list[int]]] = {}
-    for event in first_steps:
-        name = event["event"]
-        if event["t"] < start or (name == "child_exit" and event.get("code") == 0):
-            continue
-        if name == "freed" and "rank" not in event:  # bytes, by a log server
+    alone: dict[str, int] = {}
+    """Source -> its last row that it shares with nobody."""
+    for event in shown:
+        name, t, who = event["event"], event["t"] - start, _source(event["who"])
+        if t < 0:
             continue
         if name in _MERGED and "rank" in event:
-            key = (name, event.get("generation"))
-            if key in merged:
-                row, ranks = merged[key]
+            who = f"rank {event['rank']}"
+            row, ranks = merged.get((name, event.get("generation")), (-1, []))
+            if row > alone.get(who, -1):
                 ranks.append(event["rank"])
-                who = f"ranks {', '.join(str(rank) for rank in sorted(set(ranks)))}"
-                rows[row] = (rows[row][0], who, f"{describe(event)} (the last at +{event['t'] - start:.3f})")
+                told = f"{describe(event)} (the last at +{t:.3f})"
+                rows[row] = ((rows[row][0][0], f"ranks {_listed(sorted(set(ranks)))}", told), name)
                 continue
-            merged[key] = (len(rows), [event["rank"]])
-            rows.append((event["t"] - start, f"rank {event['rank']}", describe(event)))
-            continue
-        rows.append((event["t"] - start, str(event["who"]), describe(event)))
-    return rows
+            merged[name, event.get("generation")] = (len(rows), [event["rank"]])
+        else:
+            alone[who] = len(rows)
+        rows.append(((t, who, describe(event)), event["state"] if name == "state" else name))
+    return list(_with_gaps(rows))
+
+
+def _is_shown(event: Mapping[str, Any]) -> bool:
+    if event["event"] == "freed" and "rank" not in event:  # bytes, by a log server
+        return False
+    return event["event"] in _WORDS and not (event["event"] == "child_exit" and event.get("code") == 0)
+
+
+def _source(who: str) -> str:
+    return re.sub(r"^rank(?=[0-9])", "rank ", who)
+
+
+def _with_gaps(rows: Sequence[tuple[Row, str]]) -> Iterator[Row]:
+    long_s = max(GAP_S, GAP * max((row[0] for row, _ in rows), default=0.0))
+    now = ""
+    for (row, what), (later, _) in zip(rows, [*rows[1:], *rows[-1:]]):
+        yield row
+        if what in _MEANWHILE:
+            now = what
+        elif what == "replay_end":
+            now = "RECOVERING"
+        if later[0] - row[0] >= long_s and now in _MEANWHILE:
+            yield row[0], "", f"… {seconds(later[0] - row[0])}: {_MEANWHILE[now]}"
 
 
 def phase_bar(phases: Mapping[str, float]) -> Text:
@@ -297,25 +336,12 @@ def verdict(result: Mapping[str, Any]) -> Panel:
     return Panel(words, border_style=colour, expand=False)
 
 
-def headed(title: str, rows: Iterable[Sequence[Any]]) -> Group:
-    return Group(Text(f"\n{title}", style="bold"), grid(rows))
-
-
-def sections(result: Mapping[str, Any], *, whole: bool = False) -> Iterator[RenderableType]:
-    """Yields the report for a terminal. `whole`: with the checks and digests."""
+def sections(result: Mapping[str, Any]) -> Iterator[RenderableType]:
+    """Yields the report for a terminal."""
     yield grid((f"+{t:.3f}", Text(who, style="cyan"), what) for t, who, what in timeline_rows(result))
     yield Text()
     yield from phases(result)
     yield grid(fact_rows(result))
-    if whole:
-        versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-        yield grid([("versions", versions)])
-        checks = (
-            (c["name"], ANSWERS[c["answer"]], "" if c["answer"] else c["detail"]) for c in result["checks"]
-        )
-        yield headed("What the verdict rests on", checks)
-        columns = ("", "", "recovered", "failure-free", "all digests equal")
-        yield headed("Digests of the parameters", [columns, *_digests(result["digests"])])
     yield Text()
     yield verdict(result)
 
@@ -329,19 +355,76 @@ def _digests(digests: Mapping[str, Any]) -> Iterator[Sequence[str]]:
             yield where, f"rank {rank}", *(str(side)[:16] for side in sides), ANSWERS[entry["equal"]]
 
 
-def show(result: Mapping[str, Any], console: Console | None = None, *, whole: bool = False) -> None:
+def show(result: Mapping[str, Any], console: Console | None = None) -> None:
     """Prints the report, to stdout if no console is given."""
     console = console or Console()
-    console.print(*sections(result, whole=whole))
+    console.print(*sections(result))
     console.print(f"again: {result['rerun']}", soft_wrap=True, markup=False, highlight=False)
 
 
+# The report as a page. Its text is as narrow as the window: nothing scrolls sideways on a phone.
+
+STYLE = (
+    "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
+    "table{border-collapse:collapse;font-size:.9rem}td,th{padding:.15rem .8rem .15rem 0;text-align:left;"
+    "vertical-align:top;white-space:pre-line}td:first-child{color:#57606a}"
+    "th,td:last-child,td:nth-child(n+3),h1,p{overflow-wrap:anywhere}.bar{display:flex;height:1.2rem}"
+    ".key{margin-right:1rem;white-space:nowrap}.key b{padding-left:.8rem;margin-right:.3rem}code{font-size:.85rem}"
+)
+PAGE_COLOURS = {"PASS": "#1a7f37", "FAIL": "#cf222e", "INCONCLUSIVE": "#9a6700"}
+PAGE_PHASES = dict(
+    zip(
+        PHASE_COLOURS,
+        ("#cf222e", "#8c959f", "#d4a72c", "#bf8700", "#0969da", "#1b7c83", "#8250df", "#1a7f37"),
+        strict=True,
+    )
+)
+
+
 def page(result: Mapping[str, Any]) -> str:
-    """Returns the whole report as one self-contained page."""
+    """Returns the whole report, with the checks and digests, as one self-contained page."""
     shape = result["topology"]
     title = f"swift drill: {shape['ranks']} ranks, {shape['schedule']}, {shape['steps']} steps: {headline(result)}"
-    console = Console(
-        record=True, width=PAGE_WIDTH, file=io.StringIO(), force_terminal=True, legacy_windows=False
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    checks = [(c["name"], ANSWERS[c["answer"]], "" if c["answer"] else c["detail"]) for c in result["checks"]]
+    parts = [
+        f'<h1 style="color:{PAGE_COLOURS[result["verdict"]]}">{html.escape(headline(result))}</h1>'
+        f"<p>{html.escape(result['reason'])}</p><h2>What happened</h2>",
+        _table([(f"+{t:.3f}", who, what) for t, who, what in timeline_rows(result)]),
+        *map(_phases, result["recoveries"]),
+        "<h2>Results</h2>",
+        _table([*fact_rows(result), ("versions", versions)]),
+        "<h2>What the verdict rests on</h2>",
+        _table(checks),
+        "<h2>Digests of the parameters</h2>",
+        _table(_digests(result["digests"]), ("", "", "recovered", "failure-free", "all digests equal")),
+        f"<h2>Again</h2><p><code>{html.escape(result['rerun'])}</code></p>",
+    ]
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head>'
+        f"<body>{''.join(parts)}</body></html>\n"
     )
-    show(result, console, whole=True)
-    return console.export_html().replace("<head>", f"<head>\n<title>{html.escape(title)}</title>", 1)
+
+
+def _table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
+    lines = [("th", head)] if head else []
+    lines += [("td", row) for row in rows]
+    cells = ("".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) for tag, row in lines)
+    return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
+
+
+def _phases(recovery: Mapping[str, Any]) -> str:
+    took = recovery["recovery_seconds"]
+    if took is None:
+        return "<p>The trace does not say how long this recovery took.</p>"
+    known = [(name, took[name], colour) for name, colour in PAGE_PHASES.items() if name in took]
+    bar = "".join(f'<div style="flex:{each:.6f};background:{colour}"></div>' for _, each, colour in known)
+    key = " ".join(
+        f'<span class="key"><b style="background:{colour}"></b>{name} {seconds(each)}</span>'
+        for name, each, colour in known
+    )
+    return (
+        f"<h2>Recovery: {seconds(took['total'])} from the kill to the first step after it</h2>"
+        f'<div class="bar">{bar}</div><p>{key}</p>'
+    )
