@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import resource
 import statistics
 import subprocess
 import sys
@@ -114,6 +115,31 @@ def cpu_s(pid: int) -> float:
         return time.clock_gettime((~pid << 3) | 2)
     except OSError:
         raise ServiceError("a process of the benchmark has ended") from None
+
+
+class Others:
+    """How busy other programs keep this machine while a benchmark runs. Time that a hypervisor takes is theirs, too."""
+
+    def __init__(self) -> None:
+        self._began, self._busy_s, self._own_s = time.monotonic(), _busy_s(), _own_s()
+
+    def share(self) -> float:
+        """Returns the fraction of all processors that others have had since this was made."""
+        whole_s = (time.monotonic() - self._began) * (os.cpu_count() or 1)
+        others_s = (_busy_s() - self._busy_s) - (_own_s() - self._own_s)
+        return min(1.0, max(0.0, others_s / whole_s))
+
+
+def _busy_s(stat: str = "/proc/stat") -> float:
+    """Returns the seconds that processors have worked since the machine's start, as proc(5) has them."""
+    user, nice, system, _, _, irq, softirq, steal = map(int, Path(stat).read_text().split(maxsplit=9)[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def _own_s() -> float:
+    """Returns the processor time of this process, and of its descendants that have ended."""
+    usages = (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 # Rounds. A busy machine slows all of a round, so ratios are taken within rounds.

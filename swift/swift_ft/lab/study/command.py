@@ -145,7 +145,7 @@ def study(settings: Settings, store: Store) -> dict[str, Any]:
     """Runs all missing cells and returns the figures."""
     results = {cell: store.read(cell) or {"failed": "not done"} for cell in settings.cells()}
     missing = [cell for cell, result in results.items() if "failed" in result]
-    began = time.monotonic()
+    began, others = time.monotonic(), output.Others()
     for number, cell in enumerate(missing):
         with store.place() as place:
             result = results[cell] = running.run(cell, settings, Path(place))
@@ -156,7 +156,8 @@ def study(settings: Settings, store: Store) -> dict[str, Any]:
         )
         left = len(missing) - number - 1
         tell(f"study: {cell.name}: {told}; {left} runs, {left * took_s / (number + 1):.0f} s left")
-    return figures.build(settings, results, output.machine(), _checks(settings, results, store))
+    share = others.share() if missing else 0.0
+    return figures.build(settings, results, output.machine(), _checks(settings, results, store), share)
 
 
 def _checks(settings: Settings, results: Mapping[Cell, Result], store: Store) -> list[dict[str, Any]]:

@@ -44,19 +44,26 @@ QUESTION = (
 Results = Mapping[Cell, Mapping[str, Any]]
 
 
+OTHERS_MAX = 0.1
+"""Fraction of the processors for other programs, from which times are not to be judged."""
+
+
 def build(
     settings: Settings,
     results: Results,
     machine: str,
     checks: Sequence[Mapping[str, Any]],
+    others: float = 0.0,
 ) -> dict[str, Any]:
-    """Builds the study as JSON. `checks`: cells that were recomputed in one process (`running.calculate`)."""
+    """Builds the study as JSON. `checks`: cells that were recomputed in one process (`running.calculate`). `others`:
+    fraction of the processors that other programs had meanwhile."""
     whole = {cell: result for cell, result in results.items() if "failed" not in result}
     failed = {cell.name: result["failed"] for cell, result in results.items() if "failed" in result}
     return {
         "study": FORMAT,
         "question": QUESTION,
         "machine": machine,
+        "others": others,
         "settings": asdict(settings),
         "tasks": {task: _task(task, settings, whole) for task in settings.tasks},
         "checks": [dict(check) for check in checks],
@@ -198,7 +205,7 @@ def rate_words(rate: float) -> str:
 
 def lines(found: Mapping[str, Any]) -> list[str]:
     """Formats the study for a terminal."""
-    out = [found["machine"], found["question"]]
+    out = [found["machine"], *busy_words(found), found["question"]]
     for task in found["tasks"].values():
         head = f"{task['title']}: {task['measure']} in {task['unit']}, means and 95 % intervals over seeds"
         out += ["", head]
@@ -209,6 +216,15 @@ def lines(found: Mapping[str, Any]) -> list[str]:
     out += [f"checked by one process of plain torch: {check_words(check)}" for check in found["checks"]]
     out += [f"failed: {name}: {why}" for name, why in found["failed"].items()]
     return out + [f"other bits than without failures: {name}" for name in found["differ"]]
+
+
+def busy_words(found: Mapping[str, Any]) -> list[str]:
+    if found["others"] <= OTHERS_MAX:
+        return []
+    return [
+        f"TOO BUSY TO JUDGE: other programs had {100 * found['others']:.0f} % of the processors meanwhile. The bits "
+        "count; times and what is derived from them do not: repeat it on a machine that does nothing else"
+    ]
 
 
 def check_words(check: Mapping[str, Any]) -> str:
