@@ -319,4 +319,4 @@ def test_without_a_launcher_it_says_what_to_do(tmp_path: Path) -> None:
         [sys.executable, str(MEMBERS), "identity", str(tmp_path)], capture_output=True, text=True, check=False
     )
 
-    assert "start the trainer with `swift-ft run`" in done.stderr
+    assert "start the script with `swift-ft run --standalone --nproc-per-node N " in done.stderr

@@ -96,7 +96,8 @@ def test_a_dead_rank_is_replaced_by_the_warm_spare_and_the_others_stay(
     launch.go(1)
     code, stderr = launch.wait()
     assert code == 0
-    assert stderr.count("\n") == 2  # one line for each replacement
+    assert stderr.count("\n") == 3  # one line for each replacement, and for the recovery that ended
+    assert stderr.count("swift: the job goes on\n") == 1
     assert "rank 1: killed by SIGKILL: replaced by process" in stderr
     assert_all_gone(below)
     assert not coordinator.failures

@@ -109,6 +109,8 @@ class Transitions:
         self.measured: dict[int, RankMeasured] = {}
         """rank -> last measurement reported by it or its predecessor. Not durable: ranks report it again."""
         self.suspicions = Suspicions(self.steps)
+        self._suspected: list[m.Emit] = []
+        """Events of suspicions in this generation: emitted after the one that shows their cause."""
         self._awaited = planning.Awaited()
         self.replays: dict[int, pb.ReplayProgress] = {}
         """rank -> progress of its replay, while it replays."""
@@ -166,6 +168,7 @@ class Transitions:
             why = dead.get(rank, "had finished and exited")
             events.append(self._event("fenced", rank=rank, incarnation=holder.incarnation, reason=why))
         checkpoints.forget(row)
+        events, self._suspected = [*events, *self._suspected], []
         return events
 
     def _anew(self, dead: Mapping[int, str], reason: str) -> list[Effect]:
@@ -251,7 +254,8 @@ class Transitions:
         self.row.reason = reason
         self.row.exit_code = exit_code
         self.row.blocked = {}
-        return self._transition()
+        suspected, self._suspected = self._suspected, []
+        return [*self._transition(), *suspected]
 
     def become_stopped(self, reason: str) -> list[Effect]:
         """Enters STOPPED: all processes have ended after a requested stop."""
@@ -516,7 +520,10 @@ class Job(Transitions):
         waits = row.state in (State.FORMING, State.RECOVERING, State.RUNNING)
         if suspect.again and suspect.generation == row.generation and waits:
             return [event, *self._without_death(f"rank {rank}: {suspect.reason}")]
-        return [event]
+        if suspect.generation != row.generation:
+            return [event]
+        self._suspected.append(event)  # a death follows, or a new generation without one
+        return []
 
     def _report(self, said: pb.ReportRequest, now: float) -> list[Effect]:
         row = self.row

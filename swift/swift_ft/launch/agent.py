@@ -16,7 +16,7 @@ import re
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,6 +38,7 @@ from swift_ft.launch.decisions import (
 )
 from swift_ft.launch.health_check import HealthCheck, WaitingPlaces
 from swift_ft.launch.link import CoordinatorLink
+from swift_ft.launch.memory_kills import MemoryKills
 from swift_ft.launch.ranks import (
     LaunchSettings,
     MachinePlace,
@@ -54,6 +55,7 @@ from swift_ft.launch.worker import Program
 from swift_ft.log.memory import available_memory
 from swift_ft.rpc.codec import of_view
 from swift_ft.rpc.views import STARTED_AGAIN, end_words, has_left_forming, inexact_words, state_name
+from swift_ft.text import listed
 from swift_ft.text import tell as say
 
 # Messages of a launcher about its job, derived from the Views that it sees.
@@ -61,23 +63,59 @@ from swift_ft.text import tell as say
 LATE_S = 20.0
 """Seconds after which a launcher reports what the job waits for: longer than missing a rank and starting another
 take."""
+_OVER = (pb.FINISHED, pb.FAILED, pb.STOPPED)
 _REFUSED = re.compile(r"(rank \d+) refused(?: ([A-Z_]+))?: (.*)", re.DOTALL)
 
 
 class Told:
-    """Messages about recoveries in which all ranks restore a checkpoint, or that are not exact, and about what a
-    recovery without a plan waits for.
+    """Messages about losses on other machines, log servers that were given up, recoveries in which all ranks restore a
+    checkpoint, or that are not exact, what a recovery without a plan waits for, and when the job goes on.
 
     One line for each plan. Views may be skipped.
     """
 
     def __init__(self) -> None:
         self._generation = 0
+        self._ran = 0
+        """The newest generation that was seen to run."""
+        self._members: dict[int, pb.Member] = {}
+        self._log_servers_lost: set[str] = set()
         self._inexact = False
         self._waits_for = ""
         self._late_at = math.inf
 
-    def of(self, view: pb.View) -> list[str]:
+    def of(self, view: pb.View, mine: Collection[int] = ()) -> list[str]:
+        """Returns what is new in this View. `mine`: the ranks of this machine."""
+        return [*self._losses(view, mine), *self._plans(view), *self._goes_on(view)]
+
+    def _losses(self, view: pb.View, mine: Collection[int]) -> list[str]:
+        before, self._members = self._members, {member.rank: member for member in view.members}
+        lines = []
+        if view.state not in (pb.RUNNING, *_OVER):
+            hosts = {member.host for rank, member in before.items() if rank not in {*mine, *self._members}}
+            for host in sorted(hosts):
+                there = {rank for rank, member in before.items() if member.host == host}
+                is_gone = there.isdisjoint({*mine, *self._members})
+                lines.append(
+                    f"machine {host} is missing: {view.reason}" if is_gone else f"{view.reason} (on {host})"
+                )
+        for server in view.log_places:
+            if server.lost and server.address not in self._log_servers_lost:
+                self._log_servers_lost.add(server.address)
+                lines.append(f"log server {server.address} was given up: {server.lost}")
+        return lines
+
+    def _goes_on(self, view: pb.View) -> list[str]:
+        if view.state != pb.RUNNING or view.generation <= self._ran:
+            return []
+        first, self._ran = self._ran == 0, view.generation
+        if first:
+            return []
+        step = f" at step {view.plan.target_version}" if view.HasField("plan") else ""
+        without = f", without rank {listed(map(str, view.vacant))}" if view.vacant else ""
+        return [f"the job goes on{step}{without}"]
+
+    def _plans(self, view: pb.View) -> list[str]:
         lines = self._plan(view)
         if view.HasField("inexact_since") and not self._inexact:
             self._inexact = True
@@ -395,6 +433,7 @@ class ReplacingAgent:
         """(one of several machines) The others, until it is known that there is a session."""
         self._looked_at: pb.View | None = None
         self._told = Told()
+        self._memory_kills = MemoryKills(events.now())
         self._last_death: tuple[float, int] | None = None
         """Time and generation of the newest death whose recovery is not over."""
         self._lost_code = 0
@@ -558,13 +597,14 @@ class ReplacingAgent:
         if self.outcome is not None:
             return
         self._has_session = self._has_session or child.has_session
+        why = self._memory_kills.words(child.pid) if child.exit_code == -signal.SIGKILL else ""
         if child.exit_code and not self._is_protected:
-            self._restart(f"rank {child.rank}: {describe_exit(child.exit_code)}")
+            self._restart(f"rank {child.rank}: {describe_exit(child.exit_code, why)}")
             return
         self._attempts[local_rank] += 1
         self._deaths[local_rank] += 1
         situation = self._situation(local_rank)
-        verdict = judge_exit(child.rank, child.exit_code, situation)
+        verdict = judge_exit(child.rank, child.exit_code, situation, why)
         if verdict.action == Action.STOP:
             self._fail(verdict)
             return
@@ -785,7 +825,7 @@ class ReplacingAgent:
         if view is None:
             return None
         if self._before is None:
-            over = view.state in (pb.FINISHED, pb.FAILED, pb.STOPPED) and self._job.run not in view.runs
+            over = view.state in _OVER and self._job.run not in view.runs
             self._before = view.generation if over else 0
         return None if view.generation == self._before else view
 
@@ -805,7 +845,8 @@ class ReplacingAgent:
         if view.state == pb.FAILED:
             self._end(self._settle(), f"job failed: {view.reason}", view.exit_code)
             return
-        for line in self._told.of(view):
+        mine = [self._place.rank(local_rank) for local_rank in range(self._settings.nproc_per_node)]
+        for line in self._told.of(view, mine):
             say(line)
         if view.state == pb.RUNNING and self._is_quiet():
             self._attempts.clear()

@@ -64,17 +64,19 @@ def outcome_of(exit_codes: set[int], line: str, exit_code: int = 0) -> Outcome:
     return Outcome(exit_code=3 if exit_codes == {3} else 1, line=line)
 
 
-def describe_exit(exit_code: int) -> str:
+def describe_exit(exit_code: int, why: str = "") -> str:
+    """Returns words. `why`: what is known of a signal's cause."""
     if exit_code >= 0:
         return f"exit code {exit_code}"
     try:
-        return f"killed by {signal.Signals(-exit_code).name}"
+        ended = f"killed by {signal.Signals(-exit_code).name}"
     except ValueError:
-        return f"killed by signal {-exit_code}"
+        ended = f"killed by signal {-exit_code}"
+    return f"{ended} ({why})" if why else ended
 
 
-def judge_exit(rank: int, exit_code: int, situation: Situation) -> Verdict:
-    """Returns the response to the exit of a rank.
+def judge_exit(rank: int, exit_code: int, situation: Situation, why: str = "") -> Verdict:
+    """Returns the response to the exit of a rank. `why`: what is known of a signal's cause.
 
     Exit codes 1 (the script's own exception) and 2 (usage) would recur in a replacement. 3 is a named error of swift (a
     service is unreachable, a disk is full): worth another process, but not before the job has ever run, since then the
@@ -82,7 +84,7 @@ def judge_exit(rank: int, exit_code: int, situation: Situation) -> Verdict:
     """
     if exit_code == 0:
         return Verdict(action=Action.DONE)
-    ended = f"rank {rank}: {describe_exit(exit_code)}"
+    ended = f"rank {rank}: {describe_exit(exit_code, why)}"
     if situation.finished and exit_code != 2:
         # The others may have files to save as well, so they are not stopped.
         again = situation.can_return and exit_code != 1 and situation.attempts < RETURNS_MAX

@@ -1,5 +1,7 @@
 """What a launcher says of what its job waits for, and of its end."""
 
+from typing import Any
+
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.launch.agent import LATE_S, Told
 from swift_ft.rpc.views import end_words
@@ -66,3 +68,42 @@ def test_of_a_run_that_has_done_its_steps_there_is_nothing_to_say() -> None:
     assert end_words(done) == []
     done.inexact_since, done.inexact_reason = 5, "why"
     assert end_words(done) == ["not exact since version 5: why"]
+
+
+def a_view(generation: int, state: pb.State, holders: dict[int, str], **more: Any) -> pb.View:
+    """`holders`: rank -> its machine."""
+    members = [pb.Member(rank=rank, host=host, incarnation=f"{rank}") for rank, host in holders.items()]
+    return pb.View(generation=generation, state=state, members=members, **more)
+
+
+def test_a_missing_machine_is_said_where_it_is_not_and_so_is_that_the_job_goes_on() -> None:
+    all_there = {0: "a01", 1: "a01", 2: "a02", 3: "a02"}
+    here, there = Told(), Told()
+    plan = pb.Plan(ranks=[pb.RankPlan(strategy=pb.KEEP)], target_version=7, exact=True)
+    views = [
+        a_view(1, pb.FORMING, {0: "a01"}),
+        a_view(1, pb.RUNNING, all_there),
+        a_view(2, pb.FENCING, {0: "a01", 1: "a01"}, reason="ranks 2, 3 were silent for 5 s"),
+        a_view(2, pb.PLANNING, {0: "a01", 1: "a01"}, reason="ranks 2, 3 were silent for 5 s"),
+        a_view(2, pb.RUNNING, all_there, plan=plan),
+        a_view(3, pb.FENCING, {0: "a01", 1: "a01", 2: "a02"}, reason="rank 3 was killed by signal 9"),
+        a_view(3, pb.RUNNING, {0: "a01", 1: "a01", 2: "a02"}, vacant=[3]),
+    ]
+    assert [line for view in views for line in here.of(view, mine=[0, 1])] == [
+        "machine a02 is missing: ranks 2, 3 were silent for 5 s",
+        "the job goes on at step 7",
+        "rank 3 was killed by signal 9 (on a02)",
+        "the job goes on, without rank 3",
+    ]
+    # Where it is known already.
+    assert [line for view in views[-2:] for line in there.of(view, mine=[2, 3])] == []
+
+
+def test_a_log_server_that_was_given_up_is_said_once() -> None:
+    told = Told()
+    view = a_view(2, pb.FENCING, {})
+    view.log_places.add(address="a01:1")
+    assert told.of(view) == []
+    view.log_places.add(address="a02:1", lost="it has not answered for 30 s")
+    assert told.of(view) == ["log server a02:1 was given up: it has not answered for 30 s"]
+    assert told.of(view) == []
