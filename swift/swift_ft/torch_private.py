@@ -15,11 +15,13 @@ import xxhash
 from torch import overrides
 from torch._C import _distributed_c10d as _backends
 from torch._C import _functorch
+from torch.distributed import _mesh_layout
 from torch.distributed import distributed_c10d as _c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, _utils, schedules
 from torch.distributed.pipelining import schedules as _schedules
 from torch.distributed.pipelining import stage as _stage
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _python_dispatch
 from torch.utils.data import DataLoader, dataloader
@@ -106,6 +108,7 @@ _NEEDED = {
             "_world",
             "_update_default_pg",
             "_object_to_tensor",
+            "_tensor_to_object",
         ),
     ),
     "torch._C": (torch._C, ("_current_graph_task_id", "_DisableFuncTorch")),
@@ -183,6 +186,11 @@ StageBase = _stage._PipelineStageBase
 TracedStage = _stage._PipelineStage
 Schedule = _schedules._PipelineSchedule
 TensorMeta = _utils._TensorMeta
+_DTensorMeta: Any = getattr(_utils, "_DTensorMeta", None)
+"""Metadata of DTensors between stages: from 2.13 on."""
+_FlatLayout: Any = getattr(_mesh_layout, "_FlatLayout", None)
+_MeshLayout: Any = _mesh_layout._MeshLayout
+_PLACEMENTS: dict[str, Any] = {"shard": Shard, "partial": Partial, "replicate": Replicate}
 ForwardMeta = _utils._StageForwardMeta
 BackwardMeta = _utils._StageBackwardMeta
 
@@ -354,6 +362,17 @@ def reset_sharded(module: torch.nn.Module) -> None:
         part.set_requires_gradient_sync(True)
 
 
+def sharded_by_fsdp(module: torch.nn.Module) -> set[torch.nn.Parameter]:
+    """Returns the parameters that FSDP2 shards."""
+    return {
+        parameter.sharded_param
+        for part in module.modules()
+        if isinstance(part, FSDPModule)
+        for group in part._get_fsdp_state()._fsdp_param_groups
+        for parameter in group.fsdp_params
+    }
+
+
 def keep_reference(module: DistributedDataParallel) -> None:
     """Keeps DDP's weak reference to itself from being cleared in the middle of a step.
 
@@ -369,39 +388,68 @@ _references: "weakref.WeakKeyDictionary[DistributedDataParallel, Any]" = weakref
 
 
 def meta_to_json(metas: Iterable[Any]) -> list[Any]:
-    """Converts tensor metadata to JSON. Raises ServiceError for other kinds, such as DTensor metadata, which names a
-    mesh of live process groups."""
+    """Converts tensor metadata to JSON. A DTensor's names its mesh by dimensions and layout, as torch does. Raises
+    ServiceError for other kinds."""
     out: list[Any] = []
     for meta in metas:
         if meta is None:
             out.append(None)
-        elif isinstance(meta, TensorMeta):
-            out.append(
-                {
-                    "shape": list(meta.shape),
-                    "stride": list(meta.stride),
-                    "dtype": str(meta.dtype).removeprefix("torch."),
-                    "requires_grad": bool(meta.requires_grad),
-                }
-            )
-        else:
+            continue
+        if type(meta) not in (TensorMeta, _DTensorMeta):
             raise ServiceError(f"a boundary tensor with metadata {type(meta).__name__} cannot be logged yet")
+        item = {
+            "shape": list(meta.shape),
+            "stride": list(meta.stride),
+            "dtype": str(meta.dtype).removeprefix("torch."),
+            "requires_grad": bool(meta.requires_grad),
+        }
+        if type(meta) is _DTensorMeta:
+            item |= {
+                "global_shape": list(meta.global_shape),
+                "global_stride": list(meta.global_stride),
+                "placements": [_placement_to_json(placement) for placement in meta.placements],
+                "mesh_dim_names": list(meta.mesh_dim_names),
+                "mesh_layout": [[axis.shape, axis.stride] for axis in meta.mesh_layout.axes],
+            }
+        out.append(item)
     return out
 
 
 def meta_from_json(items: list[Any]) -> tuple[Any, ...]:
     """Restores the tensor metadata of a stage from the result of `meta_to_json`."""
-    return tuple(
-        None
-        if item is None
-        else TensorMeta(
-            shape=torch.Size(item["shape"]),
-            stride=tuple(item["stride"]),
-            dtype=getattr(torch, item["dtype"]),
-            requires_grad=item["requires_grad"],
-        )
-        for item in items
+    return tuple(None if item is None else _meta_from_json(item) for item in items)
+
+
+def _meta_from_json(item: dict[str, Any]) -> Any:
+    known = {
+        "shape": torch.Size(item["shape"]),
+        "stride": tuple(item["stride"]),
+        "dtype": getattr(torch, item["dtype"]),
+        "requires_grad": item["requires_grad"],
+    }
+    if "mesh_layout" not in item:
+        return TensorMeta(**known)
+    return _DTensorMeta(
+        **known,
+        global_shape=torch.Size(item["global_shape"]),
+        global_stride=tuple(item["global_stride"]),
+        placements=tuple(_placement_from_json(*each) for each in item["placements"]),
+        mesh_dim_names=tuple(item["mesh_dim_names"]),
+        mesh_layout=_MeshLayout(
+            [_FlatLayout(tuple(shape), tuple(stride)) for shape, stride in item["mesh_layout"]]
+        ),
     )
+
+
+def _placement_to_json(placement: Any) -> list[Any]:
+    for kind, of in (("shard", "dim"), ("partial", "reduce_op"), ("replicate", "")):
+        if type(placement) is _PLACEMENTS[kind]:
+            return [kind, getattr(placement, of)] if of else [kind]
+    raise ServiceError(f"a boundary tensor that is laid out by {placement} cannot be logged yet")
+
+
+def _placement_from_json(kind: str, *of: Any) -> Any:
+    return _PLACEMENTS[kind](*of)
 
 
 def around_calls(schedule: Any, around: Any) -> None:
@@ -452,11 +500,11 @@ def start_workers_anew(loader: Any) -> None:
 
 
 def let_go() -> None:
-    """Undoes `make_iterators_by`, `before_pickling` and `keep_reference`."""
+    """Undoes `make_iterators_by`, `carry_objects_by` and `keep_reference`."""
     _references.clear()
     DataLoader.__iter__ = _iter  # type: ignore[method-assign]
     dataloader._BaseDataLoaderIter.__init__ = _iterator_begins  # type: ignore[method-assign]
-    _c10d._object_to_tensor = _object_to_tensor
+    _c10d._object_to_tensor, _c10d._tensor_to_object = _object_to_tensor, _tensor_to_object
 
 
 _iter = DataLoader.__iter__
@@ -539,17 +587,26 @@ def make_default(group: Any) -> None:
     _c10d._update_default_pg(group)
 
 
-def before_pickling(call: Any) -> None:
-    """Registers ``call()`` to run before torch pickles an object for a collective of Python objects."""
+def carry_objects_by(encode: Any, decode: Any) -> None:
+    """Makes torch's collectives of Python objects carry ``encode(object)``, bytes, in place of pickles. Where either
+    function returns NotImplemented, torch pickles as usual."""
 
-    def to_tensor(*args: Any, **kwargs: Any) -> Any:
-        call()
-        return _object_to_tensor(*args, **kwargs)
+    def to_tensor(value: Any, device: Any, group: Any) -> Any:
+        data = encode(value)
+        if data is NotImplemented:
+            return _object_to_tensor(value, device, group)
+        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+        return tensor, torch.tensor([len(data)], dtype=torch.int64, device=device)
 
-    _c10d._object_to_tensor = to_tensor
+    def to_object(tensor: torch.Tensor, size: Any, group: Any) -> Any:
+        value = decode(tensor.cpu().numpy().tobytes()[: int(size)])
+        return _tensor_to_object(tensor, size, group) if value is NotImplemented else value
+
+    _c10d._object_to_tensor, _c10d._tensor_to_object = to_tensor, to_object
 
 
 _object_to_tensor: Any = _c10d._object_to_tensor
+_tensor_to_object: Any = _c10d._tensor_to_object
 
 
 def reduction_name(op: Any) -> str:
@@ -584,3 +641,8 @@ def register_group(group: Any, name: str, ranks: tuple[int, ...], backend: "Back
     world.pg_to_tag[group] = f"ptd:{name}"
     world.tags_to_pg.setdefault(f"ptd:{name}", []).append(group)
     _backends._register_process_group(name, group)  # type: ignore[arg-type]
+
+
+def count_groups(made: int) -> None:
+    """Sets the number of groups that torch has named so far. Destroying the default group resets it."""
+    _c10d._world.group_count = made

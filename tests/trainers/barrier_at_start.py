@@ -1,8 +1,7 @@
 """A barrier before training, as scripts have it that download their data first."""
 
-# verdict: refused
+# verdict: same bits
 # worlds: 2
-# says: dist.barrier outside of train_step
 
 import probe
 import torch

@@ -1,9 +1,8 @@
 """A process group of the author's own, for a metric."""
 
-# verdict: refused
+# verdict: same bits
 # adaptive: refused
 # worlds: 2
-# says: dist.new_group
 
 import probe
 import torch

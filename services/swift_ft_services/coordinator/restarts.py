@@ -22,7 +22,7 @@ from swift_ft_services.coordinator.commands import Refusal, Refused
 from swift_ft_services.coordinator.endings import RUNS_KEPT
 from swift_ft_services.coordinator.job_record import JobRow, LogServer, Origin, State
 
-LASTING = {"replicas": "1", "shards": "1"}
+LASTING = {"replicas": "1", "shards": "1", "tensor_parallel": "1"}
 """Settings that determine a checkpoint's shards, and their defaults: they must be equal at a new start."""
 CHANGE_NO_BITS = ("groups", "require_exact")
 """Settings that may differ at a new start: the job stays exact."""

@@ -95,6 +95,7 @@ class Misspeculated(Exception):
 #     NOTE … GRADIENTS+                a shared replay; buckets are numbered             in a replay
 #     REROUTED …                       messages between stages, by microbatch            in a step of a degraded world
 #     first_tag(number) …              the collectives of the group with this number     any time
+#     message_tag(number, tag)         a message over the trainer's group                any time
 #
 # The first four are never in flight at once, and stay below `COLLECTIVES`. A tag is a C int: below 2^31.
 
@@ -109,19 +110,28 @@ REROUTED = 1 << 19
 """First tag of rerouted messages; the range ends at `COLLECTIVES`."""
 
 COLLECTIVES = 1 << 20
-"""Tags that each group has for its collectives."""
-GROUPS = 1000
-"""Numbers for whole groups; parts of groups have as many of their own."""
+"""Tags that each group has for its collectives; in a trainer's group the second half is for its messages."""
+GROUPS = 500
+"""Numbers for the session's groups; parts of them have as many of their own, and the trainer's groups the rest."""
+TRAINERS_GROUPS = 2 * GROUPS
+"""First number of a trainer's group."""
+TRAINERS_GROUPS_MAX = 1000
+"""Groups of a trainer's own that may share a rank."""
 
 
 def group_number(label: str) -> int:
-    """Returns the number that separates a group's collectives from others over the same connections. Parts of groups
-    have a number range of their own."""
+    """Returns the number that separates the collectives of a group of the session's from others over the same
+    connections. Parts of groups have a number range of their own."""
     return zlib.crc32(label.encode()) % GROUPS + (GROUPS if "[" in label else 0)
 
 
 def first_tag(number: int) -> int:
     return (1 + number) * COLLECTIVES
+
+
+def message_tag(number: int, tag: int) -> int:
+    """Returns the tag with which a message over a group travels: groups of a trainer's own share connections."""
+    return tag if number < TRAINERS_GROUPS else first_tag(number) + COLLECTIVES // 2 + tag
 
 
 Op = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -12,13 +12,15 @@ result of the collective is used, and drops the step. FSDP2 survives an error on
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from swift_ft import torch_private
 from swift_ft.comm.backend import (
+    TRAINERS_GROUPS,
+    TRAINERS_GROUPS_MAX,
     Backend,
     Circuit,
     Collective,
@@ -27,9 +29,10 @@ from swift_ft.comm.backend import (
     Op,
     Pending,
     group_number,
+    message_tag,
 )
 from swift_ft.comm.message_collectives import Alone, operation
-from swift_ft.comm.worker_thread import Task
+from swift_ft.comm.worker_thread import Broken, Task
 from swift_ft.errors import UsageError
 
 if TYPE_CHECKING:
@@ -135,8 +138,8 @@ class _Route(NamedTuple):
     circuit: Circuit | None
     connections: Connections | None
     present: tuple[int, ...]
-    parts: "dict[tuple[int, ...], _Route]"
-    """Routes of the groups of some of its ranks, by these ranks' indices."""
+    parts: "dict[str, _Route]"
+    """Routes of the groups of some of its ranks, by their labels."""
 
 
 class ReconfigurableGroup(torch_private.ProcessGroup):  # type: ignore[misc]
@@ -161,17 +164,21 @@ class ReconfigurableGroup(torch_private.ProcessGroup):  # type: ignore[misc]
         backend: Backend,
         *,
         gate: "Gate | None" = None,
-        checked: bool = False,
+        live: bool = False,
         swallow: bool = False,
+        number: int | None = None,
     ):
-        """`gate` is notified of the traffic; None: only the session itself communicates over the group. `checked`:
-        trainers communicate over it in addition to torch, and the gate decides on that."""
+        """`gate` is notified of the traffic, and decides on that of a trainer; None: only the session itself
+        communicates over the group. `live`: its ranks replay together, so nothing in a step needs to be recorded.
+        `number`: separates its collectives from those of other groups over the same connections; None: by its
+        name."""
         super().__init__(rank, len(ranks))
         self.label = name
+        self._number = group_number(name) if number is None else number
         self.ranks = tuple(ranks)
         self.broken: Exception | None = None
         self.gate = gate
-        self.checked = checked
+        self.live = live
         self.backend = backend
         self._swallow = swallow
         self._quiet = False
@@ -180,7 +187,12 @@ class ReconfigurableGroup(torch_private.ProcessGroup):  # type: ignore[misc]
         """Indices of the ranks in this generation, ascending: their places in the circuit."""
         self._circuit: Circuit | None = None
         self._between = "connection of an ended generation"
-        self._some: dict[tuple[int, ...], ReconfigurableGroup] = {}
+        self._some: dict[str, ReconfigurableGroup] = {}
+        """Groups of some of its ranks, by their labels."""
+        self._numbered: list[set[int]] = []
+        """(default group) By number: the ranks whose groups have it. All ranks know of all groups of the trainer's."""
+        self._made = 0
+        """(default group) Groups that the trainer has made, of whichever ranks."""
         self._connections: Connections | None = None
         self._routes: dict[int, _Route] = {}
         self.tape: Tape | None = None
@@ -188,6 +200,11 @@ class ReconfigurableGroup(torch_private.ProcessGroup):  # type: ignore[misc]
         self.answers: Answers | None = None
         """(a pipeline) Results of collectives in a degraded world."""
         torch_private.give_placeholder(self, name, backend)
+
+    def with_parts(self) -> "Iterator[ReconfigurableGroup]":
+        """Yields this group, and those of some of its ranks."""
+        yield self
+        yield from self._some.values()
 
     @property
     def is_pipeline(self) -> bool:
@@ -204,8 +221,8 @@ class ReconfigurableGroup(torch_private.ProcessGroup):  # type: ignore[misc]
         places = range(len(present))
         self._routes.clear()
         self._connect(connections, [self.ranks.index(rank) for rank in present], places)
-        for chosen, part in self._some.items():
-            self._attach_part(part, chosen)
+        for part in self._some.values():
+            self._attach_part(part)
 
     def attach_routes(self, connections: Mapping[int, Connections], own: int) -> None:
         """Attaches as `attach`, in a generation in which pipelines have routes. `connections`: by origin, for each
@@ -214,8 +231,8 @@ class ReconfigurableGroup(torch_private.ProcessGroup):  # type: ignore[misc]
         for origin, each in sorted(connections.items()):
             everybody = range(len(self.ranks))
             self._connect(each, everybody, everybody)
-            for chosen, part in self._some.items():
-                self._attach_part(part, chosen)
+            for part in self._some.values():
+                self._attach_part(part)
             self._routes[origin] = self._route()
         self._take(self._routes[own])
 
@@ -234,27 +251,28 @@ class ReconfigurableGroup(torch_private.ProcessGroup):  # type: ignore[misc]
                 self._take(before)
 
     def _route(self) -> "_Route":
-        parts = {chosen: part._route() for chosen, part in self._some.items()}
+        parts = {label: part._route() for label, part in self._some.items()}
         return _Route(self._circuit, self._connections, self._present, parts)
 
     def _take(self, route: "_Route") -> None:
         self._circuit, self._connections, self._present = route.circuit, route.connections, route.present
-        for chosen, part in self._some.items():
-            if chosen not in route.parts:  # it was created after the route
-                self._attach_part(part, chosen)
-                route.parts[chosen] = part._route()
-            part._take(route.parts[chosen])
+        for label, part in self._some.items():
+            if label not in route.parts:  # it was created after the route
+                self._attach_part(part)
+                route.parts[label] = part._route()
+            part._take(route.parts[label])
 
     def _connect(self, connections: Connections, present: Sequence[int], places: Sequence[int]) -> None:
         """`present`: indices into `ranks`; `places`: the same ranks' places among the members of `connections`."""
-        self._circuit = connections.circuit(places, group_number(self.label), self.label)
+        self._circuit = connections.circuit(places, self._number, self.label)
         self._connections = connections
         self._present = tuple(present)
         self.broken = None
 
     def register(self) -> None:
-        for group in (self, *self._some.values()):
+        for group in self.with_parts():
             torch_private.register_group(group, group.label, group.ranks, self.backend)
+        torch_private.count_groups(self._made)
 
     def part(self, chosen: Sequence[int]) -> "ReconfigurableGroup":
         """Returns a group of some of these ranks, by their indices, over the same connections. Raises UsageError."""
@@ -266,34 +284,38 @@ class ReconfigurableGroup(torch_private.ProcessGroup):  # type: ignore[misc]
             )
         if len(indices) == len(self.ranks):
             return self
-        part = self._some.get(indices)
+        label = f"{self.label}[{','.join(map(str, indices))}]"
+        part = self._some.get(label)
         if part is None:
-            label = f"{self.label}[{','.join(map(str, indices))}]"
             ranks = [self.ranks[index] for index in indices]
-            own = indices.index(self._own)
-            part = ReconfigurableGroup(label, ranks, own, self.backend)
-            part.answers, part.tape = self.answers, self.tape
-            self._some[indices] = part
-            if self._circuit is not None:
-                self._attach_part(part, indices)
-                for route in self._routes.values():
-                    if route.circuit is self._circuit:
-                        route.parts[indices] = part._route()
-                torch_private.register_group(part, part.label, part.ranks, self.backend)
+            part = ReconfigurableGroup(label, ranks, indices.index(self._own), self.backend)
+            self._add_part(part)
+            torch_private.register_group(part, part.label, part.ranks, self.backend)
         return part
 
-    def _attach_part(self, part: "ReconfigurableGroup", indices: Sequence[int]) -> None:
+    def _add_part(self, part: "ReconfigurableGroup") -> None:
+        part.answers, part.tape = self.answers, self.tape
+        self._some[part.label] = part
+        if self._circuit is not None:
+            with suppress(Broken):  # this generation has ended: the next one attaches it
+                self._attach_part(part)
+            for route in self._routes.values():
+                if route.circuit is self._circuit:
+                    route.parts[part.label] = part._route()
+
+    def _attach_part(self, part: "ReconfigurableGroup") -> None:
         assert self._connections is not None
-        there = [index for index in indices if index in self._present]
+        there = [rank for rank in part.ranks if rank in self.present]
         part._connect(
             self._connections,
-            [indices.index(index) for index in there],
-            [self._present.index(index) for index in there],
+            [part.ranks.index(rank) for rank in there],
+            [self.present.index(rank) for rank in there],
         )
 
     def stand_alone(self) -> None:
         """Marks the job as finished: every later communication raises an error that says so."""
-        self._between = "the job has finished: no other rank is there to communicate with"
+        for group in self.with_parts():
+            group._between = "the job has finished: no other rank is there to communicate with"
 
     def detach(self) -> None:
         for part in self._some.values():
@@ -320,6 +342,10 @@ class ReconfigurableGroup(torch_private.ProcessGroup):  # type: ignore[misc]
 
     def run(self, run: Collective) -> None:
         self.submit(run).wait()
+
+    def run_alone(self, run: Collective) -> None:
+        """Runs a collective as if all ranks had this one's data."""
+        run(Alone(self._own, len(self.ranks)))
 
     def gathered(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Returns the tensors of all its ranks in this generation, in their order."""
@@ -353,11 +379,15 @@ class ReconfigurableGroup(torch_private.ProcessGroup):  # type: ignore[misc]
 
         A stage that infers its shapes runs its module once. It does so in a replacement too, where no peer takes part.
         """
-        before, self._quiet = self._quiet, True
+        groups = tuple(self.with_parts())
+        before = [group._quiet for group in groups]
+        for group in groups:
+            group._quiet = True
         try:
             yield
         finally:
-            self._quiet = before
+            for group, was in zip(groups, before, strict=True):
+                group._quiet = was
 
     # --- what torch calls ---
 
@@ -376,19 +406,24 @@ class ReconfigurableGroup(torch_private.ProcessGroup):  # type: ignore[misc]
         """Does nothing. torch shuts all groups down with the default one; this one stays, its circuit has ended."""
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int = 0) -> Any:
+        if self._quiet:
+            return _finished(tensors)
         circuit = self._messaging("send")
-        message = circuit.send(tensors, self._place(to), tag)
+        message = circuit.send(tensors, self._place(to), message_tag(self._number, tag))
         if self.gate is not None:
             self.gate.launched()
         return MessageWork(message, self._breaker())
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int = 0) -> Any:
+        if self._quiet:
+            return _finished(tensors)
         circuit = self._messaging("recv")
-        return MessageWork(circuit.recv(tensors, self._place(source), tag), self._breaker())
+        message = circuit.recv(tensors, self._place(source), message_tag(self._number, tag))
+        return MessageWork(message, self._breaker())
 
     def _messaging(self, kind: str) -> Circuit:
-        if self.gate is not None and self.checked:
-            self.gate.message(kind)
+        if self.gate is not None:
+            self.gate.message(self, kind)
         circuit = self._attached()
         if self.gate is not None:
             self.gate.messaged()
@@ -407,7 +442,7 @@ class ReconfigurableGroup(torch_private.ProcessGroup):  # type: ignore[misc]
     ) -> Any:
         """Starts `run` unless the gate has run it. `name`: torch's function. `alike`: all ranks get the same result."""
         if self._quiet:
-            run(Alone(self._own, len(self.ranks)))
+            self.run_alone(run)
             return _finished(result)
         if self._circuit is not None and len(self._present) < len(self.ranks) and name in ONE_PART_EACH:
             raise UsageError(
@@ -415,8 +450,7 @@ class ReconfigurableGroup(torch_private.ProcessGroup):  # type: ignore[misc]
             )
         if self.gate is not None:
             self.gate.used(self)
-            checked = self.checked and len(self.ranks) > 1
-            if checked and self.gate.collective(self, name, result, run, alike=alike):
+            if len(self.ranks) > 1 and self.gate.collective(self, name, result, run, alike=alike):
                 return _finished(result)
         broke = self._breaker()
         if self.broken is not None and self._swallow:
@@ -610,11 +644,41 @@ class ReconfigurableGroup(torch_private.ProcessGroup):  # type: ignore[misc]
         """Returns one piece per rank; a contiguous tensor is not copied."""
         return list(whole.view(len(self.ranks), -1).unbind())
 
-    def new_group(self, *_: Any, **__: Any) -> Any:
-        """Raises RuntimeError. torch asks the default group for a new one, and this group creates none."""
-        if self.gate is not None and self.checked:
-            self.gate.new_group()
-        raise RuntimeError(f"process group {self.label} makes no others")
+    def new_group(self, ranks: Sequence[int], *, group_name: str, **_: Any) -> "ReconfigurableGroup | None":
+        """(torch, in `dist.new_group`) Returns a group of these global ranks that outlives its generation; None if this
+        rank is not one of them. All ranks make the same groups in the same order. Raises UsageError."""
+        if self.gate is None:
+            raise RuntimeError(f"process group {self.label} makes no others")
+        live = self.gate.new_group(ranks, group_name)
+        self._made += 1
+        number = self._free_number(set(ranks))
+        own = self.ranks[self._own]
+        if own not in ranks:
+            return None
+        group = ReconfigurableGroup(
+            group_name,
+            ranks,
+            list(ranks).index(own),
+            self.backend,
+            gate=self.gate,
+            live=live,
+            number=TRAINERS_GROUPS + number,
+        )
+        self._add_part(group)
+        return group
+
+    def _free_number(self, ranks: set[int]) -> int:
+        """Returns the lowest number that no group with one of these ranks has. Raises UsageError if there is none."""
+        for number, used in enumerate(self._numbered):
+            if used.isdisjoint(ranks):
+                used |= ranks
+                return number
+        if len(self._numbered) == TRAINERS_GROUPS_MAX:
+            raise UsageError(
+                f"dist.new_group: a rank is in more than {TRAINERS_GROUPS_MAX} groups; use them again"
+            )
+        self._numbered.append(set(ranks))
+        return len(self._numbered) - 1
 
 
 def _gather(collectives: Collectives, parts: list[torch.Tensor], own: torch.Tensor) -> None:

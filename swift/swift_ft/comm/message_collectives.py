@@ -235,7 +235,7 @@ class Messages:
 
     def _next_tag(self) -> int:
         self._sequence += 1
-        return self._first_tag + self._sequence % COLLECTIVES
+        return self._first_tag + self._sequence % (COLLECTIVES // 2)
 
     def _take(self, like: torch.Tensor, numel: int) -> torch.Tensor:
         """Returns a buffer, if possible a used one: fresh memory of a bucket's size is slow (the kernel clears it)."""

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -188,7 +189,8 @@ class ProcessGroups:
     @property
     def broken(self) -> Exception | None:
         """Returns the error of a collective that a group has swallowed in this generation, if any."""
-        return next((group.broken for group in self._groups if group.broken is not None), None)
+        each = chain.from_iterable(group.with_parts() for group in self._groups)
+        return next((group.broken for group in each if group.broken is not None), None)
 
     def lost_peer(self, error: BaseException) -> bool:
         """Returns whether a lost peer or an interruption may have caused a step's error."""

@@ -59,6 +59,9 @@ class Assignment:
     members: Mapping[int, int]
     """Slot -> the id of the member that holds it. A slot without an entry is vacant."""
     adopted: Adopted = field(default_factory=dict)
+    tensor: int = 1
+    """Neighbouring slots that compute the same batch together (tensor parallelism). Each has a place of its own in the
+    stage group, and so streams of its own."""
 
     stages: Mapping[int, tuple[int, ...]] = field(init=False, repr=False, compare=False)
     """Slot -> its stages; held or vacant."""
@@ -103,23 +106,27 @@ class Assignment:
     # --- construction ---
 
     @classmethod
-    def grid(cls, num_slots: int, *, replicas: int = 1, shards: int = 1) -> "Assignment":
+    def grid(cls, num_slots: int, *, replicas: int = 1, shards: int = 1, tensor: int = 1) -> "Assignment":
         """Returns a full world of `num_slots`, before ranks have reported their stages: each stage group counts as one
         stage.
 
-        Each of `shards` neighbouring slots holds a part of their stages' state. Raises ValueError if `num_slots` is no
-        positive multiple of `replicas` times `shards`.
+        A replica is `shards` times `tensor` neighbouring slots, each of which holds a part of their stages' state.
+        Raises ValueError if `num_slots` is no positive multiple of the slots of all replicas of a stage.
         """
-        dp_size = replicas * shards
-        if num_slots < 1 or num_slots % dp_size:
-            of = f" of {shards} shards" if shards > 1 else ""
+        parts = shards * tensor
+        size = replicas * parts
+        if num_slots < 1 or num_slots % size:
+            of = (f" of {shards} shards" if shards > 1 else "") + (
+                f" of {tensor} ranks" if tensor > 1 else ""
+            )
             raise ValueError(
-                f"{num_slots} ranks cannot be {replicas} replicas{of}; start a multiple of {dp_size}"
+                f"{num_slots} ranks cannot be {replicas} replicas{of}; start a multiple of {size}"
             )
         return cls(
-            slots=tuple(Slot(n // dp_size, n % dp_size, n % shards) for n in range(num_slots)),
-            group_stages=tuple((group,) for group in range(num_slots // dp_size)),
+            slots=tuple(Slot(n // size, n % size, n % parts) for n in range(num_slots)),
+            group_stages=tuple((group,) for group in range(num_slots // size)),
             members={number: number for number in range(num_slots)},
+            tensor=tensor,
         )
 
     @classmethod
@@ -226,11 +233,12 @@ class Assignment:
 
     @property
     def dp_size(self) -> int:
-        """Slots in a stage group, held or vacant; equal to the number of origins."""
+        """Slots in a stage group, held or vacant; equal to the number of origins (times `tensor`)."""
         return max(slot.dp_rank for slot in self.slots) + 1
 
     @property
     def shards(self) -> int:
+        """Parts of a replica's state, those of tensor parallelism among them."""
         return max(slot.shard for slot in self.slots) + 1
 
     @property
@@ -258,20 +266,25 @@ class Assignment:
     def process_groups(self, slot: int) -> dict[str, tuple[int, ...]]:
         """Returns name -> the held slots, ascending, of each process group that a slot is in.
 
-        ``world``: all. ``pipeline``: those of its dp_rank. ``data``: its stage group. ``replicate`` and ``shard`` (only
-        with shards): the two dimensions of the data group.
+        ``world``: all. ``pipeline``: those with its place in their stage groups. ``tensor`` (only with tensor
+        parallelism): those with the same batch. ``data``: those of its stage group with the same place in ``tensor``.
+        ``replicate`` and ``shard`` (only with shards): the two dimensions of the data group.
         """
-        own, shards = self.slots[slot], self.shards
-        data = self.group(slot)
+        own, parts, tensor = self.slots[slot], self.shards, self.tensor
+        group = self.group(slot)
+        data = tuple(n for n in group if self.slots[n].dp_rank % tensor == own.dp_rank % tensor)
         groups = {
             "world": self.occupied,
             "pipeline": tuple(n for n in self.occupied if self.slots[n].dp_rank == own.dp_rank),
             "data": data,
         }
-        if shards > 1:
-            replica = own.dp_rank // shards
+        if parts > tensor:
+            replica = own.dp_rank // parts
             groups["replicate"] = tuple(n for n in data if self.slots[n].shard == own.shard)
-            groups["shard"] = tuple(n for n in data if self.slots[n].dp_rank // shards == replica)
+            groups["shard"] = tuple(n for n in data if self.slots[n].dp_rank // parts == replica)
+        if tensor > 1:
+            batch = own.dp_rank // tensor
+            groups["tensor"] = tuple(n for n in group if self.slots[n].dp_rank // tensor == batch)
         return groups
 
     # --- stages and owners ---
@@ -304,7 +317,7 @@ class Assignment:
 
     def contributions(self, stage_group: int) -> int:
         """Returns the divisor for a mean over the origins of a stage group's gradients."""
-        return len(self.origins(self.group_stages[stage_group][0]))
+        return len(self.origins(self.group_stages[stage_group][0])) // self.tensor
 
     def lost_stages(self) -> tuple[int, ...]:
         """Returns the stages without a member; their state cannot be rebuilt."""

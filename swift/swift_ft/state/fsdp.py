@@ -1,4 +1,5 @@
-"""Sharded state (FSDP2): parameters, gradients and optimizer state that are DTensors over the session's mesh.
+"""Sharded state (FSDP2, tensor parallelism): parameters, gradients and optimizer state that are DTensors over meshes of
+the session's or the trainer's own.
 
 A rank's state is the part in its own process. So checkpoints, copies and digests hold local shards: plain tensors that
 share the DTensors' memory. In addition they describe in words which shard each one is: `placements`. A state is loaded
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from swift_ft import torch_private
@@ -29,22 +31,25 @@ _COMMUNICATING = (Lamb, torch.optim.Adafactor, torch.optim.Muon, torch.optim.LBF
 
 
 def device_mesh(assignment: Assignment, groups: Mapping[str, ReconfigurableGroup]) -> DeviceMesh:
-    """Returns a mesh ("replicate", "shard"), or ("shard",) with one replica, over groups that outlive their generation.
-    Raises UsageError without shards, and for a torch that cannot reset FSDP2 after a failure."""
-    if assignment.shards == 1:
-        raise UsageError("session.mesh needs shards: Session.from_env(shards=...), or leave FSDP2 out")
-    if not torch_private.RESETS_SHARDED:
+    """Returns the mesh of a stage, over groups that outlive their generation: "replicate", "shard" and "tensor", as
+    many of them as have several ranks. Raises UsageError if a stage is one rank."""
+    parts, tensor = assignment.shards, assignment.tensor
+    sizes = {"replicate": assignment.replicas, "shard": parts // tensor, "tensor": tensor}
+    if parts == 1:
         raise UsageError(
-            f"torch {torch.__version__} lacks FSDPModule.reset_iter_state, without which a step with FSDP2 that a "
-            "failure cut short cannot be taken back: install torch 2.13 or later, or leave FSDP2 out"
+            "session.mesh needs shards or tensor_parallel: Session.from_env(shards=...), or leave FSDP2 out"
         )
+    names = tuple(name for name, size in sizes.items() if size > 1)
+    over: list[Any] = [
+        groups["data" if name == "replicate" and name not in groups else name] for name in names
+    ]
     accelerator = accelerator_in_use()
     device = "cpu" if accelerator is None else accelerator.torch.type
-    if assignment.replicas == 1:
-        return DeviceMesh.from_group(groups["shard"], device, mesh_dim_names=("shard",))
-    ranks = torch.tensor(groups["data"].ranks).view(assignment.replicas, assignment.shards)
+    if len(names) == 1:
+        return DeviceMesh.from_group(over[0], device, mesh_dim_names=names)
+    ranks = torch.tensor(assignment.group(groups["data"].ranks[0]))
     return DeviceMesh.from_group(
-        [groups["replicate"], groups["shard"]], device, mesh=ranks, mesh_dim_names=("replicate", "shard")
+        over, device, mesh=ranks.view([sizes[name] for name in names]), mesh_dim_names=names
     )
 
 
@@ -52,22 +57,45 @@ def is_sharded(tensor: Any) -> bool:
     return isinstance(tensor, DTensor)
 
 
-def sharded_parameters(
+def reduced_by_fsdp(
     module: torch.nn.Module, groups: Mapping[str, ReconfigurableGroup]
 ) -> list[torch.nn.Parameter]:
     """Returns the stage's parameters that FSDP2 shards, and whose gradients it reduces.
 
-    Raises UsageError if FSDP2 communicates over groups that end with a generation.
+    Raises UsageError for a mesh whose groups end with a generation, and for other DTensors over ranks with batches of
+    their own, whose gradients nothing averages.
     """
-    shards = [parameter for parameter in module.parameters() if is_sharded(parameter)]
-    lasting = set(groups.values())
-    for mesh in {parameter.device_mesh for parameter in shards}:  # type: ignore[attr-defined]
-        if not lasting.issuperset(mesh.get_all_groups()):
+    reduced = _managed(module)
+    lasting = {each for group in groups.values() for each in group.with_parts()}
+    together = groups["tensor"].ranks if "tensor" in groups else ()
+    for name, parameter in module.named_parameters():
+        if not is_sharded(parameter):
+            continue
+        over = parameter.device_mesh.get_all_groups()  # type: ignore[attr-defined]
+        if not lasting.issuperset(over):
             raise UsageError(
-                "a stage is sharded over a mesh that is not rebuilt after a failure; "
-                "use fully_shard(module, mesh=session.mesh)"
+                f"{name} is sharded over a mesh that is not rebuilt after a failure; make it after the session, or use "
+                "session.mesh"
             )
-    return shards
+        if parameter not in reduced and any(
+            len(g.ranks) > 1 and not set(g.ranks) <= {*together} for g in over
+        ):
+            raise UsageError(
+                f"{name} is a DTensor over ranks that train on batches of their own, and no fully_shard averages its "
+                "gradient; if these ranks compute one batch together, say so: Session.from_env(tensor_parallel=...)"
+            )
+    return list(reduced)
+
+
+def _managed(module: torch.nn.Module) -> set[torch.nn.Parameter]:
+    if torch_private.RESETS_SHARDED:
+        return torch_private.sharded_by_fsdp(module)
+    if any(isinstance(part, FSDPModule) for part in module.modules()):
+        raise UsageError(
+            f"torch {torch.__version__} lacks FSDPModule.reset_iter_state, without which a step with FSDP2 that a "
+            "failure cut short cannot be taken back: install torch 2.13 or later, or leave FSDP2 out"
+        )
+    return set()
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -169,6 +197,48 @@ def _changed(value: Any, path: str, change: Callable[[str, torch.Tensor], torch.
 
 
 # --- gradients ---
+
+
+def lay_out(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Sums gradients that are partial sums over the ranks of a tensor-parallel layer, so that the optimizer's step has
+    nothing to communicate: after the vote each rank must finish alone."""
+    for parameter in parameters:
+        gradient: Any = parameter.grad
+        placements = getattr(parameter, "placements", None)
+        if placements is not None and is_sharded(gradient) and gradient.placements != placements:
+            parameter.grad = gradient.redistribute(placements=placements)
+
+
+def norm_over_shards(
+    parameters: Iterable[torch.nn.Parameter], norm_type: float, device: torch.device
+) -> torch.Tensor:
+    """Returns the contribution (see `part_of_norm`) of the gradients of sharded parameters, each counted once over the
+    ranks of its mesh. All ranks of these meshes call it with the same parameters."""
+    kinds: dict[tuple[Any, Any], list[torch.Tensor]] = {}
+    for parameter in parameters:
+        if is_sharded(parameter):
+            of_kind = kinds.setdefault((parameter.device_mesh, parameter.placements), [])  # type: ignore[attr-defined]
+            if parameter.grad is not None:
+                of_kind.append(local(parameter.grad))
+    infinite = norm_type == float("inf")
+    whole = torch.zeros((), device=device)
+    for (mesh, placements), gradients in kinds.items():
+        part = part_of_norm(gradients, norm_type, device)
+        for dimension, placement_there in enumerate(placements):
+            if not placement_there.is_replicate():
+                parts = torch.stack(mesh.get_group(dimension).gathered(part))
+                part = parts.max() if infinite else _summed(parts)
+        whole = torch.maximum(whole, part) if infinite else whole + part
+    return whole
+
+
+def _summed(parts: torch.Tensor) -> torch.Tensor:
+    """Returns the sum in the order of ranks."""
+    first, *others = parts.unbind()
+    total = first.clone()
+    for other in others:
+        total.add_(other)
+    return total
 
 
 def stand_in(parameter: Any) -> Any:

@@ -27,6 +27,7 @@ from swift_ft.state.exact_undo import Exact
 from swift_ft.state.inverse_step import RULES, Applied, Arithmetic, Bucket, numbers, snapshot, squares, unfit
 from swift_ft.state.kernels import Pool
 from swift_ft.state.optimizer_names import bare_step, own_post_hooks, post_hooks, pre_hooks
+from swift_ft.state.transfer import local
 
 # Optimizer classes whose step treats each parameter independently, so that it can be cut into buckets.
 
@@ -194,7 +195,7 @@ class PreImage:
         self._optimizer = optimizer
         self.parameters = parameters
         with torch.no_grad():
-            self.values = [parameter.detach().clone() for parameter in parameters]
+            self.values = [local(parameter).clone() for parameter in parameters]
         self._state = {p: Kept(optimizer.state[p]) for p in parameters if p in optimizer.state}
         self._around: list[Kept] = []
         if whole:
@@ -210,7 +211,7 @@ class PreImage:
         pairs = [pair for kept in self._state.values() for pair in kept.pairs]
         return {
             live.data_ptr(): copied
-            for live, copied in [*zip(self.parameters, self.values, strict=True), *pairs]
+            for live, copied in [*zip(map(local, self.parameters), self.values, strict=True), *pairs]
         }
 
     def after(self) -> None:
@@ -218,12 +219,12 @@ class PreImage:
 
     def distances(self) -> list[float]:
         """Returns the squared distance of each parameter from its copy."""
-        return [squares(p.detach(), value) for p, value in zip(self.parameters, self.values, strict=True)]
+        return [squares(local(p), value) for p, value in zip(self.parameters, self.values, strict=True)]
 
     def undo(self) -> None:
         with torch.no_grad():
             if self.values:
-                optimizer_names.copy_([p.detach() for p in self.parameters], self.values)
+                optimizer_names.copy_([local(p) for p in self.parameters], self.values)
             for parameter in self.parameters:
                 if parameter in self._state:
                     self._optimizer.state[parameter] = self._state[parameter].restore()

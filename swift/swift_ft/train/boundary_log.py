@@ -33,6 +33,7 @@ from swift_ft.planner.assignment import Assignment
 from swift_ft.planner.groups import RecoveryGroups
 from swift_ft.state.rng import Randomness
 from swift_ft.state.tensors import dtype_name, fill, plain, to_tensor
+from swift_ft.state.transfer import local
 from swift_ft.train.fault_points import FaultInjector
 from swift_ft.train.profiling import WEIGHTS, StepProfile
 from swift_ft.train.step_digests import Witness
@@ -458,7 +459,7 @@ class Channel:
         self._rank = rank
         self._assignment = assignment
         self._origin = assignment.slots[rank].dp_rank
-        self.randomness = Randomness(seed, self._origin)
+        self.randomness = Randomness(seed, self._origin // assignment.tensor)
         self.readings = Readings()
         self.faults = faults
         self._in_microbatch = 0
@@ -523,7 +524,8 @@ class Channel:
             self._be(own)
 
     def _be(self, origin: int) -> None:
-        self._origin = self.randomness.dp_rank = self.shapes.dp_rank = origin
+        self._origin = self.shapes.dp_rank = origin
+        self.randomness.dp_rank = origin // self._assignment.tensor
 
     def stream(self, stage: int, kind: str, rank: int | None = None) -> str:
         origin = self._origin if rank is None else self._assignment.slots[rank].dp_rank
@@ -703,14 +705,14 @@ class Channel:
     def entered(self, stage: int, microbatch: int, external: list[torch.Tensor]) -> None:
         """(a forward begins) Records the external inputs and sets the random generators for this microbatch."""
         self._microbatch = microbatch
-        for slot, tensor in enumerate(external):
+        for slot, tensor in enumerate(map(local, external)):
             self.saw(INPUT, stage, microbatch, slot, tensor)
             self._record(self.stream(stage, "X"), RecordKey(self._step, microbatch, slot), tensor, now=True)
         self.randomness.forward(stage, microbatch)
 
     def targeted(self, stage: int, target: torch.Tensor) -> None:
         """Records the target of the microbatch whose forward has just ended."""
-        key = RecordKey(self._step, self._microbatch, 0)
+        key, target = RecordKey(self._step, self._microbatch, 0), local(target)
         self.saw(TARGET, stage, self._microbatch, 0, target)
         self._record(self.stream(stage, "T"), key, target, now=True)
 
@@ -721,7 +723,7 @@ class Channel:
 
     def lost(self, stage: int, loss: torch.Tensor) -> None:
         """Shows the witness the loss of the microbatch whose forward has just ended."""
-        self.saw(LOSS, stage, self._microbatch, 0, loss)
+        self.saw(LOSS, stage, self._microbatch, 0, local(loss))
 
     def sends(self, stage: int, direction: str, microbatch: int, slot: int, tensor: torch.Tensor) -> None:
         """Shows a thorough witness what a stage sends, also inside of a recovery group."""

@@ -1,16 +1,18 @@
-"""Policy for the trainer's own communication, over the default group and over those of the session.
+"""Policy for the trainer's own communication, over the session's groups and over its own.
 
-    outside of train_step    refused: a process that replaces a lost rank gets there alone
-    in train_step            one result for all ranks: recorded, and answered from the log in a replay, like the
-                             session's own collectives; anything else (point-to-point, scatter, objects): refused
-    after session.run        allowed
+    before session.run   one result for all ranks: run once, and told to a process that comes later (`train.set_up`)
+    in train_step        over ranks that replay together (one stage's): anything, also in a replay
+                         over others: one result for all ranks, which is recorded, and answered from the log in a replay
+                         anything else (messages, scatter): refused
+    after session.run    allowed
 
-A replay has no peers. A communication that is neither answered nor refused would wait forever.
+A replay has no peers but the ranks of its own stage. A communication that is neither answered nor refused would wait
+forever.
 """
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
@@ -19,6 +21,7 @@ from swift_ft.comm.backend import Backend, Collective
 from swift_ft.comm.groups import ReconfigurableGroup
 from swift_ft.errors import UsageError
 from swift_ft.train.boundary_log import Channel
+from swift_ft.train.hook import Hook
 from swift_ft.train.participants import Participant
 from swift_ft.train.updates import Updates
 
@@ -34,10 +37,18 @@ class Gate:
     (session) ``bind`` → ``around`` the trainer's function, ``passing`` around communication of torch or the session
     in it
     (groups) ``collective``, ``message``, ``used``, ``messaged``, ``launched``, ``reducing``; (schedules)
-    ``scheduled``; (torch, before it pickles) ``pickles``; (default group) ``new_group``
+    ``scheduled``; (default group) ``new_group``
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stage_group: Iterable[int] = (), moves_batches: str = "") -> None:
+        """`stage_group`: the ranks that replay together with this one. `moves_batches`: the strategy, if ranks of it
+        compute the batches of others; then no communication is theirs alone."""
+        self._together = frozenset(stage_group)
+        self._moves_batches = moves_batches
+        self.set_up: Hook[..., None] = Hook("Gate.set_up")
+        """Runs a collective before `session.run`."""
+        self.made: list[str] = []
+        """Names and ranks of the trainer's groups, of whichever ranks, in order."""
         self._bound: tuple[Channel, Updates, Sequence[Participant]] | None = None
         self._in_step = False
         self._passing = False
@@ -110,8 +121,14 @@ class Gate:
         """
         if self._passing or self.over:
             return False
-        self._check_place(name)
+        if not self._in_step:
+            self.set_up(group, name, results, run, alike=alike)
+            return True
+        if group.live:
+            return False
         if not alike:
+            if self._replays_with(group):
+                return False
             raise UsageError(
                 f"dist.{name} in train_step: every rank gets something else from it, so a replay cannot take it from "
                 f"a survivor; use {_INSTEAD}"
@@ -121,6 +138,10 @@ class Gate:
         with updates.spoiling():
             channel.collective_into(name, results, lambda: group.run_into(results, run), group.ranks)
         return True
+
+    def _replays_with(self, group: ReconfigurableGroup) -> bool:
+        """Returns whether all ranks of the group replay together with this one."""
+        return not self._moves_batches and self._together.issuperset(group.ranks)
 
     def used(self, group: ReconfigurableGroup) -> None:
         """Notifies the parts of a collective that torch or the trainer runs over `group`."""
@@ -145,49 +166,53 @@ class Gate:
     def reducing(self) -> None:
         self._parts()[1].reducing()
 
-    def message(self, name: str) -> None:
-        """Raises UsageError for a point-to-point message of the trainer's own."""
+    def message(self, group: ReconfigurableGroup, name: str) -> None:
+        """Raises UsageError for a point-to-point message of the trainer's own that a replay could not repeat."""
         if self._passing or self.over:
             return
-        self._check_place(name)
-        raise UsageError(
-            f"dist.{name} in train_step: what two ranks send each other by hand is not logged, and a replay would wait "
-            f"for it for ever; use {_INSTEAD} (messages of a schedule pass if it is registered: session.register)"
-        )
-
-    def pickles(self) -> None:
-        """(an object collective begins) Raises UsageError in a step."""
-        if self._in_step:
+        if not self._in_step:
             raise UsageError(
-                "a collective of Python objects in train_step: a replay would unpickle what it reads from the log, "
-                f"which is never done; put it into a tensor and use {_INSTEAD}"
+                f"dist.{name} outside of train_step: a process that replaces a lost rank comes there alone, and would "
+                "wait for ever; use dist.broadcast there"
+            )
+        if not self._replays_with(group):
+            raise UsageError(
+                f"dist.{name} in train_step: what ranks of two stages send each other by hand is not logged, and a "
+                f"replay would wait for it for ever; use {_INSTEAD} (messages of a schedule pass if it is registered: "
+                "session.register)"
             )
 
-    def new_group(self) -> None:
-        raise UsageError(
-            "dist.new_group: a group of the trainer's own is not made again after a failure; use session.groups, or "
-            "session.all_reduce"
-        )
+    def new_group(self, ranks: Sequence[int], name: str) -> bool:
+        """Returns whether a new group of the trainer's is `live`: all its ranks replay together. Raises UsageError if
+        it would not outlive a failure."""
+        where = f"dist.new_group({list(ranks)})"
+        if self._in_step:
+            raise UsageError(f"{where} in train_step: make process groups before session.run, and keep them")
+        if self._moves_batches:
+            raise UsageError(
+                f"{where} with strategy={self._moves_batches!r}: while a rank is missing, others compute its batches, "
+                "and no group of the trainer's own has all its ranks; use session.groups"
+            )
+        if not name.isdigit():  # torch has named it by its ranks
+            raise UsageError(
+                f"{where} with use_local_synchronization=True: all ranks make the same groups in the same order; leave "
+                "it out"
+            )
+        self.made.append(f"{name}: {','.join(map(str, ranks))}")
+        return self._together.issuperset(ranks)
 
     def check_in_step(self, name: str) -> None:
         """Raises UsageError outside of a step, for a call that is only valid in one."""
         if not self._in_step:
             raise UsageError(f"{name} outside of train_step: call it in the step that is to be the last one")
 
-    def _check_place(self, name: str) -> None:
-        if not self._in_step:
-            raise UsageError(
-                f"dist.{name} outside of train_step: a process that replaces a lost rank comes there alone, and would "
-                "wait for ever; do it in train_step, or leave it out (DistributedDataParallel: use session.ddp)"
-            )
-
 
 def groups_behind(
     gate: Gate, rank: int, ranks_of: Mapping[str, tuple[int, ...]], backend: Backend
 ) -> dict[str, ReconfigurableGroup]:
-    """Returns the groups over which the trainer and torch communicate, by name. The step is notified of all
-    communication; the trainer's own is checked in "world" and "pipeline", the groups meant for it. DDP's reducer must
-    not see an error, so its group ("data") swallows them."""
+    """Returns the session's groups over which the trainer and torch communicate, by name. "world" and "pipeline" are
+    recorded, the others have ranks of one stage only. DDP's reducer must not see an error, so its group ("data")
+    swallows them."""
     return {
         name: ReconfigurableGroup(
             name,
@@ -195,7 +220,7 @@ def groups_behind(
             ranks.index(rank),
             backend,
             gate=gate,
-            checked=name in ("world", "pipeline"),
+            live=name not in ("world", "pipeline"),
             swallow=name == "data",
         )
         for name, ranks in ranks_of.items()

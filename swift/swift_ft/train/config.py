@@ -156,6 +156,7 @@ _LEAST = {
     "snapshot_every": 0,
     "replicas": 1,
     "shards": 1,
+    "tensor_parallel": 1,
     "bucket_bytes": 1,
     "log_queue_bytes": 1 << 20,
     "helpers": 0,
@@ -220,9 +221,12 @@ class SessionConfig:
     """Recovery groups, such as "0-1,2-3": runs of stages that fail and recover together. Only tensors that pass between
     groups are logged. Empty: every rank is its own group."""
     replicas: int = 1
-    """Number D of data-parallel replicas of every stage. rank = (pipeline rank * D + replica) * shards + shard."""
+    """Number D of data-parallel replicas of every stage. rank = ((pipeline rank * D + replica) * shards + shard) *
+    tensor_parallel + tensor rank."""
     shards: int = 1
     """Number of ranks that share one replica's state (FSDP2 on `session.mesh`)."""
+    tensor_parallel: int = 1
+    """Number of ranks that compute the same batch together, each with a part of every layer."""
     updates: str = "after_backward"
     """When the optimizer updates a bucket of parameters: "after_backward", or "wait_free" (as soon as it is
     reduced)."""
@@ -317,10 +321,13 @@ class SessionConfig:
         if not self.shrinks:
             return
         moves = bool(self.setting.without_replicas) and not self.drops
-        if self.shards > 1 or (self.replicas == 1 and not moves):
+        several = self.shards * self.tensor_parallel > 1
+        if several or (self.replicas == 1 and not moves):
+            split = self.shards == 1 and several
+            what = f"tensor_parallel={self.tensor_parallel}" if split else f"shards={self.shards}"
             raise UsageError(
-                f"strategy={self.strategy!r} with replicas={self.replicas} and shards={self.shards}: others go on "
-                "for a lost rank if they hold all of its state; give at least 2 replicas, without shards"
+                f"strategy={self.strategy!r} with replicas={self.replicas} and {what}: others go on for a lost rank if "
+                "they hold all of its state; give at least 2 replicas, without shards or tensor parallelism"
             )
         if not self.exact_gradients and not self.allow_inexact:
             raise UsageError(
@@ -410,6 +417,7 @@ class SessionConfig:
             "groups": self.groups,
             "replicas": str(self.replicas),
             "shards": str(self.shards),
+            **({"tensor_parallel": str(self.tensor_parallel)} if self.tensor_parallel > 1 else {}),
             "updates": self.updates,
             "undo": self.undo,
             "reduction": self.reduction,
@@ -489,7 +497,9 @@ def fitted(config: SessionConfig, world_size: int) -> tuple[SessionConfig, Assig
     """Returns the settings, with choices that depend on the number of ranks resolved, and the assignment of the full
     world. Raises UsageError if `config` does not fit the number of ranks."""
     try:
-        assignment = Assignment.grid(world_size, replicas=config.replicas, shards=config.shards)
+        assignment = Assignment.grid(
+            world_size, replicas=config.replicas, shards=config.shards, tensor=config.tensor_parallel
+        )
     except ValueError as error:
         raise UsageError(str(error)) from None
     if config.lost_shard == QUICKEST:

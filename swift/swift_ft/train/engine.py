@@ -247,7 +247,7 @@ class Engine(Holder):
         self._held_up = (0.0, 0)  # by the log, when `measured` was called last
         self._gradient_bytes: dict[int, int] = {}
         retries = Retries(site.rank)
-        self._failures = Failures(
+        self.failures = Failures(
             site.rank, site.member, site.communicator, retries, config.suspicion_timeout_s
         )
         self._restorer = Restorer(site)
@@ -258,7 +258,7 @@ class Engine(Holder):
             site.member,
             site.communicator,
             log,
-            self._failures,
+            self.failures,
             self._recovery.report,
             redistributes=config.redistributes,
             reroutes=config.reroutes,
@@ -340,7 +340,7 @@ class Engine(Holder):
                 self._steps.drop()
                 continue
             except Exception as error:  # noqa: BLE001  (a lost peer can raise any error; others are raised again)
-                self._failures.handle(self._blamed(error), self.membership.generation)
+                self.failures.handle(self._blamed(error), self.membership.generation)
             self._freed()
             self._recording.abandon()
             if self._reinits:
@@ -411,7 +411,7 @@ class Engine(Holder):
         finished. Returns whether the plan has the remaining ranks finish it together. Raises the error if no failure
         caused it, StepDropped if the plan drops the step.
         """
-        self._failures.handle(error, self.membership.generation)
+        self.failures.handle(error, self.membership.generation)
         self._freed()
         self._recording.abandon()
         if self._reinits:

@@ -71,6 +71,20 @@ class Membership:
     def hosts(self) -> dict[int, str]:
         return {member.rank: member.host for member in self.view.members}
 
+    @property
+    def finished(self) -> bool:
+        """Returns whether the job has finished without this process."""
+        return self._view is not None and self._view.state == pb.FINISHED
+
+    def members(self) -> set[int]:
+        """Returns the ids of the processes in this generation."""
+        return {member.id for member in self.view.members}
+
+    def join_newest(self) -> None:
+        """Forms the newest generation, unless this rank is in it."""
+        if self._member.noticed:
+            self.form()
+
     def form(self) -> None:
         """Blocks until this rank is in a generation whose groups are built (FORMING or RECOVERING).
 

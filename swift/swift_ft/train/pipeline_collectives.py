@@ -76,8 +76,9 @@ class Crossing:
 
         def anywhere() -> torch.Tensor:
             told = torch.stack([own, torch.tensor(float(enabled)), torch.tensor(float(not enabled))])
-            if "shard" in self._groups:
-                told = torch.stack(self._groups["shard"].gathered(told)).amax(0)
+            for name in ("tensor", "shard"):
+                if name in self._groups:
+                    told = torch.stack(self._groups[name].gathered(told)).amax(0)
             return torch.stack(self._groups["pipeline"].gathered(told)).amax(0)
 
         with self._updates.spoiling():
@@ -117,6 +118,7 @@ class Crossing:
         elsewhere = {id(parameter) for parameter in (*uncounted, *self._updates.ties.uncounted())}
         counted = [mine for mine, theirs in zip(own, given, strict=True) if id(theirs) not in elsewhere]
         shards = {id(mine) for mine, theirs in zip(own, given, strict=True) if mine is not theirs}
+        sharded: list[Any] = [p for p in given if fsdp.is_sharded(p) and id(p) not in elsewhere]
         infinite = norm_type == float("inf")
         device = given[0].device if given else torch.device("cpu")
 
@@ -126,10 +128,8 @@ class Crossing:
 
         def total() -> torch.Tensor:
             part = own_part()
-            if "shard" in self._groups:
-                grads = [p.grad for p in counted if p.grad is not None and id(p) in shards]
-                parts = self._groups["shard"].gathered(fsdp.part_of_norm(grads, norm_type, device))
-                of_shards = torch.stack(parts).max() if infinite else summed(parts)
+            if sharded:
+                of_shards = fsdp.norm_over_shards(sharded, norm_type, device)
                 part = torch.maximum(part, of_shards) if infinite else part + of_shards
             return norm_of(self._groups["pipeline"].gathered(part), norm_type)
 

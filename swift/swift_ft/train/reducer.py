@@ -11,6 +11,7 @@ from swift_ft.comm.groups import ReconfigurableGroup
 from swift_ft.comm.message_collectives import operation
 from swift_ft.errors import UsageError
 from swift_ft.state.journal import Journal
+from swift_ft.state.transfer import local
 
 # A collective that fails leaves its buffer partly reduced on some ranks (tests/integration/test_groups.py). So a
 # bucket is reduced in a flat copy, and gradients are written only after the collective has succeeded on this rank.
@@ -152,7 +153,7 @@ class Reducer:
         # Unused parameters have no gradient. A parameter that some data-parallel rank has used is averaged with zeros.
         # One that no rank has used keeps no gradient, or the optimizer would decay it.
         used = _flags([p.grad is not None for p in bucket], bucket)
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+        grads = [torch.zeros_like(local(p)) if p.grad is None else local(p.grad) for p in bucket]
         check_dense(grads)
         parts = [grad.detach().reshape(-1) for grad in grads] + [used]
         sizes = _sizes(bucket)
@@ -212,8 +213,8 @@ class Reducer:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            targets.append(parameter.grad)
-            values.append(part.view_as(parameter))
+            targets.append(local(parameter.grad))
+            values.append(part.view_as(local(parameter)))
         if targets:
             with torch.no_grad():
                 if divisor is not None:
@@ -250,7 +251,7 @@ def check_dense(gradients: Iterable[torch.Tensor]) -> None:
 
 def _sizes(bucket: Bucket) -> list[int]:
     """Returns the sizes of a flat copy's sections: one per gradient, then one for the counts of ranks that used it."""
-    return [*(parameter.numel() for parameter in bucket), len(bucket)]
+    return [*(local(parameter).numel() for parameter in bucket), len(bucket)]
 
 
 def _flags(values: list[bool], bucket: Bucket) -> torch.Tensor:

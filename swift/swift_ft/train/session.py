@@ -31,7 +31,7 @@ from swift_ft.state.carried_gradients import WholeModule, accumulating
 from swift_ft.state.checkpoint_store import CheckpointStore
 from swift_ft.state.loaders import OriginLoader, OriginLoaders
 from swift_ft.text import ENV_ALLOW_INEXACT, ENV_SPARES, LAUNCHER_SETTINGS, flag_of
-from swift_ft.train import rerouted_call, verification
+from swift_ft.train import rerouted_call, set_up, verification
 from swift_ft.train.batch_redistribution import Adoption
 from swift_ft.train.boundary_log import Channel
 from swift_ft.train.checkpointing import Saving, UnloggedSteps
@@ -55,6 +55,7 @@ from swift_ft.train.recording import Recording, ThoroughWatch
 from swift_ft.train.reducer import Reducer, Shares, is_ordered
 from swift_ft.train.rehearsal import Rehearsal, Shadow, Warming
 from swift_ft.train.rerouting import Rerouting
+from swift_ft.train.set_up import SetUp
 from swift_ft.train.snapshots import Snapshots
 from swift_ft.train.stage import LoggedPipelineStage, adopt, inferred_whole, logged_loss
 from swift_ft.train.staggering import Staggering
@@ -170,14 +171,24 @@ class Session:
 
     @property
     def dp_rank(self) -> int:
-        """This rank's number among the data-parallel ranks of its stage, each of which trains on its own batches. While
+        """This rank's number among the data-parallel ranks of its stage, which train on batches of their own. While
         this rank computes the batch of a lost rank (`lost_shard`), it is the lost rank's number."""
-        return self._channel.origin
+        return self._channel.origin // self._assignment.tensor
 
     @property
     def dp_size(self) -> int:
         """The number of data-parallel ranks of a stage: replicas * shards."""
-        return self._assignment.dp_size
+        return self._assignment.dp_size // self._assignment.tensor
+
+    @property
+    def tp_rank(self) -> int:
+        """This rank's number among those that compute the same batch together (`tensor_parallel`)."""
+        return self._slot.dp_rank % self._assignment.tensor
+
+    @property
+    def tp_size(self) -> int:
+        """The number of ranks that compute the same batch together."""
+        return self._assignment.tensor
 
     @property
     def pipeline_rank(self) -> int:
@@ -191,10 +202,12 @@ class Session:
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """The device mesh for ``fully_shard(module, mesh=session.mesh)``. Its dimensions are ("replicate", "shard"), or
-        ("shard",) with one replica.
+        """The device mesh of this rank's stage, for ``fully_shard`` and ``parallelize_module``. Its dimensions are
+        "replicate", "shard" and "tensor", without those of one rank: ``session.mesh["tensor"]`` is for layers that are
+        split over ranks, and the others are for FSDP2.
 
-        It stays valid through failures. Shard a module before `pipeline_stage`, and create its optimizer after that.
+        It stays valid through failures, as do meshes of your own (`init_device_mesh`) that are made after the session.
+        Shard a module before `pipeline_stage`, and create its optimizer after that.
         """
         return fsdp.device_mesh(self._assignment, self.groups)
 
@@ -329,7 +342,7 @@ class Session:
         that loader: attributes, iteration and `next` are those of the rank whose batch is computed. Needed only where
         other ranks compute a lost rank's batches (`lost_shard` "redistribute" and "reroute", and strategy "adaptive").
         """
-        loader = OriginLoader(make, self._slot.dp_rank, lambda: self._channel.origin)
+        loader = OriginLoader(make, self.dp_rank, lambda: self.dp_rank)
         self._state.add_object(name, loader)
         self._origin_loaders.add(loader, name)
         return loader
@@ -359,6 +372,7 @@ class Session:
         self._state.check_complete()
         self._state.remember()
         self._check_devices()
+        self._set_up.agree(self._gate.made)
         if self._shadow is not None:
             self._shadow.run(self._gate.around(train_step), num_steps)
         events.emit("run_begin", rank=self.rank, script_seconds=warm_up.script_seconds())
@@ -476,7 +490,8 @@ class Session:
         def world_now() -> World:
             return World.of(engine.membership.generation, assigned(), rank)
 
-        backend, gate = default_backend(lambda: _service_ports(member, logs)), Gate()
+        backend = default_backend(lambda: _service_ports(member, logs))
+        gate = Gate(assignment.group(rank), config.strategy if config.redistributes or config.drops else "")
         groups = groups_behind(gate, rank, assignment.process_groups(rank), backend)
         # The session's own votes and copies bypass the gate.
         world = ReconfigurableGroup("all", groups["world"].ranks, rank, backend)
@@ -518,9 +533,9 @@ class Session:
         tape = Tape(witness)
         for group in groups.values():
             group.tape = tape
-        reducer = None  # no other rank has gradients of this stage
-        if assignment.dp_size > 1:
-            ordered = is_ordered(config.reduction, assignment.dp_size)
+        reducer = None  # no other rank has gradients of the same parameters
+        if (dp_size := len(groups["data"].ranks)) > 1:
+            ordered = is_ordered(config.reduction, dp_size)
             reducer = Reducer(groups["data"], lambda: world_now().divisor, ordered=ordered, shares=shares)
         cut_step = CutStep(config.finishes_cut_steps, rank, reducer, world_now)
         updates = Updates(
@@ -532,8 +547,10 @@ class Session:
             channel=channel,
             check=member.check,
             groups_whole=communicator.check_whole,
+            votes=assignment.dp_size > 1,
         )
-        state = TrainerState(channel.randomness, updates, groups.get("replicate"))
+        replicate = groups.get("replicate", groups["data"])
+        state = TrainerState(channel.randomness, updates, replicate if assignment.shards > 1 else None)
         state.iterators.install()
         watch = ThoroughWatch(witness, state.stages, state.parameter_names)
         recording = Recording(
@@ -559,7 +576,7 @@ class Session:
         lines = Lines(Path(checkpoint_dir, "metrics", f"rank{rank}.jsonl"))
         audit = None
         if assignment.replicas > 1 and may_copy(config.strategy):
-            audit = Audit(groups.get("replicate", groups["data"]), state)
+            audit = Audit(replicate, state)
         adoption = None
         if config.redistributes:
             kind = Rerouting if config.reroutes else Adoption
@@ -623,7 +640,18 @@ class Session:
         updates.reduced.bind(engine.wait_vote)
         cut_step.held_over.bind(engine.held_over)
         gate.bind(channel, updates, participants)
-        torch_private.before_pickling(gate.pickles)
+        self._set_up = SetUp(
+            rank,
+            engine.membership,
+            engine.failures,
+            lambda: communicator.store,
+            alone=warm_up.is_warming_up(),
+        )
+        gate.set_up.bind(self._set_up.run)
+        torch_private.carry_objects_by(
+            lambda value: NotImplemented if gate.over else set_up.encoded(value),
+            lambda data: NotImplemented if gate.over else set_up.decoded(data),
+        )
         shadow = (rank, member.client, communicator, channel, state, store, witness)
         self._shadow: Shadow | None = None
         """Run of a process that holds no rank (a warm-up or a rehearsal); None in a rank."""
@@ -677,11 +705,11 @@ class Session:
         mine = {self.rank: sorted({each.stage_index for each in self._state.stages})}
         if problem := self._channel.groups.problem(stage.num_stages, mine):
             raise UsageError(problem)
-        stage.groups = list(self.groups.values())
+        stage.groups = list(self.groups.values())  # the trainer's own are parts of "world"
         state = self._state
         stage.called_too = lambda: (torch_private.loss_functions(state.schedules), state.objects)
         self._channel.fails_at_layers(stage.submod)
-        self._updates.reduced_elsewhere(fsdp.sharded_parameters(stage.submod, self.groups))
+        self._updates.reduced_elsewhere(fsdp.reduced_by_fsdp(stage.submod, self.groups))
         if isinstance(stage.submod, DistributedDataParallel):
             if stage.submod.process_group is not self.groups["data"]:
                 raise UsageError(

@@ -31,6 +31,7 @@ from swift_ft import events
 from swift_ft.comm.backend import Rehearsed
 from swift_ft.device import settle_copies
 from swift_ft.errors import NonFiniteLoss, UsageError
+from swift_ft.state import fsdp
 from swift_ft.state.carried_gradients import LeftGradients
 from swift_ft.state.journal import Journal, UndoResult
 from swift_ft.train.boundary_log import Channel
@@ -252,9 +253,12 @@ class Updates:
         channel: Channel,
         check: Callable[[], None],
         groups_whole: Callable[[], None],
+        votes: bool | None = None,
     ):
         """`reducer` is None without other data-parallel ranks. `check` raises Interrupted once a newer generation is
-        published, `groups_whole` RuntimeError once a connection is broken."""
+        published, `groups_whole` RuntimeError once a connection is broken. `votes`: ranks of one stage must update
+        alike; None: if there is a reducer."""
+        self._votes = reducer is not None if votes is None else votes
         self._config = config
         self._reducer = reducer
         self._faults = faults
@@ -390,6 +394,8 @@ class Updates:
     def _average(self, optimizer: torch.optim.Optimizer | None) -> None:
         self.before_reduction()
         self._recut()
+        with self.spoiling():
+            fsdp.lay_out(p for bucket in self._buckets_of(optimizer) for p in bucket.parameters)
         if not self.wait_free:
             buckets = self._buckets_of(optimizer)
             self.unreduced(p for bucket in buckets for p in bucket.parameters if p not in bucket.averaged)
@@ -557,7 +563,7 @@ class Updates:
 
     def commit(self) -> None:
         """Returns once every rank has all its gradients reduced. Raises the errors of `Engine.vote`."""
-        if self._reducer is not None and not self._channel.replaying:
+        if self._votes and not self._channel.replaying:
             if self.wait_free:
                 self._fault("optimizer")
             self.cut_step.through(self.vote)

@@ -137,7 +137,7 @@ def test_a_trainers_own_error_is_raised_whoever_cannot_be_told_of_it(away: Swift
     told = Told()
     told.call = fail  # type: ignore[method-assign]
     with pytest.raises(KeyError, match="a mistake"):
-        engine_of(told)._failures._fail(KeyError("a mistake"))
+        engine_of(told).failures._fail(KeyError("a mistake"))
 
 
 @pytest.mark.parametrize("when", ["before", "with", "after"])

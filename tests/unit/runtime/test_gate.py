@@ -15,6 +15,7 @@ from swift_ft.comm.message_collectives import Alone
 from swift_ft.errors import Divergence, ReplayRefused, UsageError
 from swift_ft.log.record import Record, RecordKey, digest_of
 from swift_ft.state.tensors import byte_view, dtype_name
+from swift_ft.train import set_up
 from swift_ft.train.collective_policy import Gate
 from swift_ft.train.tied_weights import Ties
 from tests.local_backend import LocalBackend
@@ -59,7 +60,7 @@ class Group(ReconfigurableGroup):
     connected = True
 
     def __init__(self, name: str, ranks: tuple[int, ...], rank: int, gate: Gate | None = None) -> None:
-        super().__init__(name, ranks, rank, LocalBackend(), gate=gate, checked=True)
+        super().__init__(name, ranks, rank, LocalBackend(), gate=gate)
 
     def run(self, run: Collective) -> None:
         if not self.connected:
@@ -76,12 +77,14 @@ class Rank:
         rank: int = 0,
         sources: tuple[int, ...] | None = None,
         pipeline: ReconfigurableGroup | None = None,
+        together: tuple[int, ...] = (),
+        moves_batches: str = "",
     ) -> None:
-        """`sources`: it replays."""
+        """`sources`: it replays. `together`, `moves_batches`: those of its gate."""
         self.channel = channel_of(rank)
         self.channel._opened = log  # type: ignore[assignment]
         self.channel.watch(None)
-        self.gate = Gate()
+        self.gate = Gate(together, moves_batches)
         self.communicated: list[int] = []
         """Steps in which a trainer has communicated over several ranks, as far as adoption has heard."""
         self.all = Group("default", RANKS, rank, self.gate)
@@ -185,11 +188,32 @@ def test_what_every_rank_gets_another_result_of_is_refused_in_a_step() -> None:
         rank.all.send([torch.zeros(2)], 1)
 
 
-def test_outside_of_a_step_a_replacement_would_be_alone() -> None:
+def test_ranks_that_replay_together_may_communicate_as_they_like() -> None:
+    """Those of one stage. Where batches move between ranks, there is nothing that is theirs alone."""
+    for moves, refused in (("", False), ("shrink", True)):
+        rank = Rank(Log(), together=RANKS, moves_batches=moves)
+        for name, call in calls(rank):
+            expected = (
+                (UsageError, rf"^dist\.{name} in train_step")
+                if refused
+                else (RuntimeError, "ended generation")
+            )
+            if name == "recv" and not refused:
+                continue  # over the group of two, which has another rank's number here
+            with rank.gate.step(), pytest.raises(expected[0], match=expected[1]):
+                call().wait()  # type: ignore[attr-defined]
+
+
+def test_before_the_run_a_collective_is_told_and_a_message_refused() -> None:
     rank = Rank(Log())
-    with pytest.raises(UsageError, match=r"dist\.barrier outside of train_step: .* comes there alone"):
-        rank.all.barrier()
-    with pytest.raises(UsageError, match=r"dist\.send outside of train_step"):
+    told: list[tuple[str, str, bool]] = []
+    rank.gate.set_up.bind(
+        lambda group, name, _results, _run, *, alike: told.append((group.label, name, alike))
+    )
+    rank.all.barrier()
+    rank.some.scatter([torch.zeros(1)], [[torch.zeros(1)] * 2], dist.ScatterOptions())
+    assert told == [("default", "barrier", True), ("pipeline", "scatter", False)]
+    with pytest.raises(UsageError, match=r"dist\.send outside of train_step: .* comes there alone"):
         rank.all.send([torch.zeros(1)], 1)
     rank.gate.over = True
     for call in (lambda: rank.all.barrier().wait(), lambda: rank.all.send([torch.zeros(1)], 1)):
@@ -198,28 +222,45 @@ def test_outside_of_a_step_a_replacement_would_be_alone() -> None:
 
 
 def test_a_rank_alone_waits_for_nobody() -> None:
-    group = ReconfigurableGroup("default", (0,), 0, LocalBackend(), gate=Rank(Log()).gate, checked=True)
+    group = ReconfigurableGroup("default", (0,), 0, LocalBackend(), gate=Rank(Log()).gate)
     with pytest.raises(RuntimeError, match="ended generation"):
         group.barrier()
 
 
-def test_objects_and_new_groups_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_objects_travel_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain ones; others are refused, and nothing is unpickled."""
     rank = Rank(Log())
-    monkeypatch.setattr(torch_private._c10d, "_object_to_tensor", torch_private._object_to_tensor)
-    torch_private.before_pickling(rank.gate.pickles)
+    for name in ("_object_to_tensor", "_tensor_to_object"):
+        monkeypatch.setattr(torch_private._c10d, name, getattr(torch_private, name))
+    torch_private.carry_objects_by(set_up.encoded, set_up.decoded)
     monkeypatch.setattr(torch_private._c10d._world, "default_pg", None)
     torch_private.register_group(rank.all, "default", RANKS, LocalBackend())
     torch_private.make_default(rank.all)
     try:
-        with (
-            rank.gate.step(),
-            pytest.raises(UsageError, match="a collective of Python objects in train_step"),
-        ):
-            dist.all_gather_object([None] * 4, {"accuracy": 0.5})
-        with pytest.raises(UsageError, match=r"dist\.new_group: .* use session.groups"):
-            dist.new_group([0, 1])
+        plain = {"accuracy": 0.5, "names": ("a", b"b"), 3: [None, True, float("inf")]}
+        with rank.gate.step():
+            gathered: list[Any] = [None] * 4
+            dist.all_gather_object(gathered, plain)
+            assert gathered == [plain] * 4
+            with pytest.raises(UsageError, match="nothing is unpickled from a peer"):
+                dist.all_gather_object(gathered, object())
+            with pytest.raises(UsageError, match="with tensors among them"):
+                dist.all_gather_object(gathered, {"loss": torch.zeros(1)})
     finally:
         dist.destroy_process_group()
+
+
+def test_groups_are_refused_that_would_not_outlive_a_failure() -> None:
+    rank = Rank(Log(), together=(0, 1))
+    assert rank.gate.new_group([0, 1], "0")  # of one stage
+    assert not rank.gate.new_group([1, 2], "1")
+    assert rank.gate.made == ["0: 0,1", "1: 1,2"]
+    with pytest.raises(UsageError, match="use_local_synchronization=True"):
+        rank.gate.new_group([0, 1], "a0b1c2")
+    with rank.gate.step(), pytest.raises(UsageError, match=r"dist\.new_group\(\[0, 1\]\) in train_step"):
+        rank.gate.new_group([0, 1], "2")
+    with pytest.raises(UsageError, match="with strategy='shrink'"):
+        Rank(Log(), moves_batches="shrink").gate.new_group([0, 1], "2")
 
 
 def test_a_result_is_no_computation_for_autograd() -> None:

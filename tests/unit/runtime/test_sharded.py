@@ -108,13 +108,13 @@ def test_what_is_not_sharded_is_left_as_it_is() -> None:
 def test_a_mesh_that_ends_with_a_generation_is_refused(mesh: DeviceMesh) -> None:
     module = module_on(mesh)
     group = ReconfigurableGroup("shard", [0, 1], 0, LocalBackend())
-    with pytest.raises(UsageError, match=r"mesh=session\.mesh"):
-        fsdp.sharded_parameters(module, {"shard": group})
-    assert fsdp.sharded_parameters(nn.Linear(2, 2), {"shard": group}) == []
+    with pytest.raises(UsageError, match=r"is not rebuilt after a failure; .* use session\.mesh"):
+        fsdp.reduced_by_fsdp(module, {"shard": group})
+    assert fsdp.reduced_by_fsdp(nn.Linear(2, 2), {"shard": group}) == []
 
 
 def test_a_mesh_needs_shards() -> None:
-    with pytest.raises(UsageError, match="shards="):
+    with pytest.raises(UsageError, match="shards or tensor_parallel"):
         fsdp.device_mesh(Assignment.grid(4, replicas=4), {})
 
 

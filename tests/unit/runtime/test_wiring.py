@@ -75,7 +75,7 @@ def test_the_engine_is_what_an_update_is_put_to_the_vote_by() -> None:
 
 def test_nothing_passes_a_gate_that_knows_of_no_step() -> None:
     gate = Gate()
-    group = ReconfigurableGroup("default", (0, 1), 0, LocalBackend(), gate=gate, checked=True)
+    group = ReconfigurableGroup("default", (0, 1), 0, LocalBackend(), gate=gate)
     group._circuit = object()  # type: ignore[assignment]
     words = r"Gate\.bind was not called"
     with gate.step():
@@ -162,7 +162,7 @@ def build(directory: str) -> None:
     coordinator = Coordinator()
     session, member = session_of(directory, coordinator)
     hooks = [hook for part in vars(session).values() for hook in _hooks(part)]
-    assert len(hooks) == 5
+    assert len(hooks) == 6
     for hook in hooks:
         with pytest.raises(AssertionError, match="is bound already"):
             hook.bind(ignored)
@@ -170,7 +170,7 @@ def build(directory: str) -> None:
     assert session._state.randomness is session._state.iterators.randomness is session._channel.randomness
     for name, group in session.groups.items():
         assert group.gate is session._gate
-        assert group.checked == (name in ("world", "pipeline"))
+        assert group.live == (name not in ("world", "pipeline"))
     session._gate.used(session.groups["world"])
     # The notice frees the trainer's thread: the communicator hears of it.
     coordinator.saw(pb.View(job="j", generation=5, state=pb.PLANNING))

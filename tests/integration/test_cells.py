@@ -1,0 +1,104 @@
+"""Stages of several ranks (trainers/cells.py): tensor parallel, sharded, with replicas; killed, compared with twins."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.forked import Forks
+from tests.integration.trainer_world import Run, run_trainer, undisturbed
+
+STEPS = 8
+Shape = tuple[int, int, int, int]
+"""(pipeline, replicas, shards, tensor)"""
+Twin = Callable[[Shape, str], Run]
+
+
+def size_of(shape: Shape) -> int:
+    pipeline, replicas, shards, tensor = shape
+    return pipeline * replicas * shards * tensor
+
+
+def run(directory: Path, shape: Shape, mesh: str, faults: list[dict[str, Any]]) -> Run:
+    return run_trainer(directory, "cells.py", STEPS, *shape[1:], mesh, ranks=size_of(shape), faults=faults)
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Twin:
+    """The failure-free run of a shape; each is run once."""
+    known: dict[Any, Run] = {}
+
+    def of(shape: Shape, mesh: str) -> Run:
+        if (shape, mesh) not in known:
+            place = tmp_path_factory.mktemp("twin")
+            known[shape, mesh] = undisturbed(
+                forks, place, "cells.py", STEPS, *shape[1:], mesh, ranks=size_of(shape)
+            )
+        return known[shape, mesh]
+
+    return of
+
+
+def kill(rank: int, phase: str, step: int = 6, microbatch: int = 1) -> dict[str, Any]:
+    return {"rank": rank, "phase": phase, "step": step, "microbatch": microbatch}
+
+
+def survived(faulted: Run, twin: Run, ranks: int, victims: list[int]) -> list[dict[int, str]]:
+    """The strategies by rank of every plan, of a run in which every bit is the twin's and survivors kept their
+    processes."""
+    trace = faulted["events"]
+    assert sorted(e["rank"] for e in trace if e["event"] == "fault") == sorted(victims)
+    for rank in range(ranks):
+        pids = {e["pid"] for e in trace if e["who"] == f"rank{rank}" and e["event"] in ("ready", "finished")}
+        assert len(pids) == 1 + victims.count(rank), f"rank {rank}"
+    for name, digests in faulted["digests"].items():
+        assert digests == twin["digests"][name.split("-g")[0].removesuffix(".json") + ".json"], name
+    assert {f"rank{rank}-v{STEPS}.json" for rank in range(ranks)} <= set(faulted["digests"])
+    return [{e["rank"]: e["strategy"] for e in event["ranks"]} for event in trace if event["event"] == "plan"]
+
+
+@pytest.mark.timeout(400)
+def test_a_tensor_parallel_stage_without_a_replica_is_replayed_whole(twin: Twin, tmp_path: Path) -> None:
+    """Both ranks of the lost one's stage compute again, with live collectives between them; the others keep all."""
+    shape = (2, 1, 1, 2)
+    (plan,) = survived(run(tmp_path, shape, "own", [kill(1, "forward")]), twin(shape, "own"), 4, [1])
+    assert plan == {0: "REPLAY", 1: "REPLAY", 2: "KEEP", 3: "KEEP"}
+
+
+@pytest.mark.timeout(400)
+def test_a_rank_with_a_replica_copies_from_its_counterpart(twin: Twin, tmp_path: Path) -> None:
+    shape = (1, 2, 1, 2)
+    faulted = run(tmp_path, shape, "session", [kill(3, "backward", microbatch=0)])
+    (plan,) = survived(faulted, twin(shape, "session"), 4, [3])
+    assert plan.pop(3) == "REPLICA"
+    assert set(plan.values()) == {"KEEP"}
+    (event,) = (e for e in faulted["events"] if e["event"] == "plan")
+    assert [e["sources"] for e in event["ranks"] if e["rank"] == 3] == [[1]]
+
+
+SHAPES: list[Shape] = [(2, 1, 1, 2), (2, 2, 1, 2), (2, 1, 2, 1), (2, 2, 2, 1), (1, 2, 2, 2), (4, 1, 1, 2)]
+PHASES = ("forward", "backward", "reduce", "optimizer")
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
+def test_any_kill_is_survived(shape: Shape, phase: str, twin: Twin, tmp_path: Path) -> None:
+    """A rank is lost early, and another one later; over meshes of the trainer's own."""
+    last = size_of(shape) - 1
+    faults = [kill(last, phase, step=2), kill(1, phase, step=6)]
+    survived(run(tmp_path, shape, "own", faults), twin(shape, "own"), last + 1, [last, 1])
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("phase", PHASES[:3])
+@pytest.mark.parametrize("shape", [(2, 1, 1, 2), (2, 1, 2, 1)], ids=lambda shape: "x".join(map(str, shape)))
+def test_a_stage_that_is_lost_whole_is_replayed(shape: Shape, phase: str, twin: Twin, tmp_path: Path) -> None:
+    stage = shape[2] * shape[3]
+    faults = [{**kill(rank, phase), "hold": True} for rank in range(stage)]
+    (plan,) = survived(run(tmp_path, shape, "session", faults), twin(shape, "session"), 4, list(range(stage)))
+    assert {plan[rank] for rank in range(stage)} == {"REPLAY"}
+    assert {plan[rank] for rank in range(stage, 4)} <= {"KEEP"}
