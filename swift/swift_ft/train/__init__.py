@@ -9,7 +9,7 @@ training_state          all state that a step changes, rolled back if the step i
 updates                 from gradients to an update that all ranks apply or none: reducer, tied_weights,
                         pipeline_collectives, lossy (finishes an interrupted step with the remaining ranks)
 stage                   pipeline stages that log: boundary_log (records, or answers from the log), log_session
-tape, collective_policy collectives: recordings, and which of them a trainer may use
+collective_policy       which collectives a trainer may use: set_up (before the run); tape (their recordings)
 coordinator_session     membership: join, lease, notices; generation: the groups of the current View
 replay                  gets a rank to the plan's version: strategies, shared_replay, replay_helper, gradient_chain
 checkpointing           checkpoints and early checkpoints; snapshots: copies in host memory
