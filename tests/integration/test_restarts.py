@@ -97,7 +97,9 @@ def test_a_script_without_a_session_ends_as_under_torchrun(
     assert sum("job test is not protected: the script has no session" in line for line in told) == 1
     assert sum(": all ranks are restarted (1 of 1)" in line for line in told) == 1
     if code:
-        assert told[-1] == "swift: rank 1: exit code 3: the job is stopped, after 1 of 1 restarts"
+        assert (
+            told[-1] == "swift: rank 1: exit code 3: the job is stopped, after 1 restarts (--max-restarts 1)"
+        )
     assert not [told for told in coordinator.exits if told.exit_code]
     assert not coordinator.failures
 

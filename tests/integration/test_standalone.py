@@ -47,6 +47,8 @@ def test_services_begin_and_end_with_the_job_and_one_that_is_killed_comes_back(
     assert rank.env["SWIFT_COORDINATOR"] == address
     assert rank.env["SWIFT_CHECKPOINT_DIR"] == str(tmp_path / "swift-test" / "checkpoints")
     launch.rank(1)
+    said = (tmp_path / "swift-test" / "coordinator.txt").read_text()
+    assert said == f"coordinator on {address}, directory {tmp_path}/swift-test/coordinator\n"
 
     second = Launch(tmp_path, "", "--nproc-per-node=2")
     launches.append(second)

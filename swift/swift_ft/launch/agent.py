@@ -642,7 +642,7 @@ class ReplacingAgent:
                 together.close()
                 self._together = None
             return
-        if self._machines.is_used:
+        if not self._told_unprotected and self._machines.is_used:
             self._tell_unprotected()
         if together is not None and together.failed:
             self._end({1}, f"{together.failed}: the job is stopped")
@@ -659,7 +659,8 @@ class ReplacingAgent:
         if reason and self._restarts >= most and (together is None or together.round <= self._restarts):
             if together is not None:
                 together.fail(reason)
-            self._end({1}, f"{reason}: the job is stopped, after {self._restarts} of {most} restarts")
+            restarted = f", after {most} restarts" if most else ""
+            self._end({1}, f"{reason}: the job is stopped{restarted} (--max-restarts {most})")
             return
         if together is None:
             self._restarts += 1
