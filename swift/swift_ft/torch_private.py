@@ -109,6 +109,7 @@ _NEEDED = {
             "_update_default_pg",
             "_object_to_tensor",
             "_tensor_to_object",
+            "_get_object_coll_device",
         ),
     ),
     "torch._C": (torch._C, ("_current_graph_task_id", "_DisableFuncTorch")),
@@ -505,6 +506,7 @@ def let_go() -> None:
     DataLoader.__iter__ = _iter  # type: ignore[method-assign]
     dataloader._BaseDataLoaderIter.__init__ = _iterator_begins  # type: ignore[method-assign]
     _c10d._object_to_tensor, _c10d._tensor_to_object = _object_to_tensor, _tensor_to_object
+    _c10d.broadcast_object_list = dist.broadcast_object_list = _broadcast_object_list
 
 
 _iter = DataLoader.__iter__
@@ -587,26 +589,50 @@ def make_default(group: Any) -> None:
     _c10d._update_default_pg(group)
 
 
-def carry_objects_by(encode: Any, decode: Any) -> None:
-    """Makes torch's collectives of Python objects carry ``encode(object)``, bytes, in place of pickles. Where either
-    function returns NotImplemented, torch pickles as usual."""
+def carry_objects_by(encode: Any, decode: Any, active: Any) -> None:
+    """Makes torch's collectives of Python objects carry ``encode(object)``, bytes, in place of pickles, while
+    ``active()``."""
 
     def to_tensor(value: Any, device: Any, group: Any) -> Any:
-        data = encode(value)
-        if data is NotImplemented:
+        if not active():
             return _object_to_tensor(value, device, group)
+        data = encode(value)
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
         return tensor, torch.tensor([len(data)], dtype=torch.int64, device=device)
 
     def to_object(tensor: torch.Tensor, size: Any, group: Any) -> Any:
-        value = decode(tensor.cpu().numpy().tobytes()[: int(size)])
-        return _tensor_to_object(tensor, size, group) if value is NotImplemented else value
+        if not active():
+            return _tensor_to_object(tensor, size, group)
+        return decode(tensor.cpu().numpy().tobytes()[: int(size)])
+
+    def broadcast(
+        object_list: list[Any],
+        src: int | None = None,
+        group: Any = None,
+        device: Any = None,
+        group_src: int | None = None,
+    ) -> None:
+        """Fills the list in on the source as well: a process that replaces it may have come with other objects."""
+        root = {"src": src} if group_src is None else {"group_src": group_src}
+        if not active() or (group is not None and group not in _c10d._world.pg_map):
+            _broadcast_object_list(object_list, device=device, group=group, **root)
+            return
+        is_root = dist.get_rank() == (src or 0) if group_src is None else dist.get_rank(group) == group_src
+        data = encode(object_list) if is_root else b""
+        device = device or _c10d._get_object_coll_device(group)
+        size = torch.tensor([len(data)], device=device)
+        dist.broadcast(size, group=group, **root)
+        own = torch.frombuffer(bytearray(data.ljust(int(size))), dtype=torch.uint8)[: int(size)].to(device)
+        dist.broadcast(own, group=group, **root)
+        object_list[:] = decode(own.cpu().numpy().tobytes())
 
     _c10d._object_to_tensor, _c10d._tensor_to_object = to_tensor, to_object
+    _c10d.broadcast_object_list = dist.broadcast_object_list = broadcast
 
 
 _object_to_tensor: Any = _c10d._object_to_tensor
 _tensor_to_object: Any = _c10d._tensor_to_object
+_broadcast_object_list: Any = _c10d.broadcast_object_list
 
 
 def reduction_name(op: Any) -> str:

@@ -648,10 +648,7 @@ class Session:
             alone=warm_up.is_warming_up(),
         )
         gate.set_up.bind(self._set_up.run)
-        torch_private.carry_objects_by(
-            lambda value: NotImplemented if gate.over else set_up.encoded(value),
-            lambda data: NotImplemented if gate.over else set_up.decoded(data),
-        )
+        torch_private.carry_objects_by(set_up.encoded, set_up.decoded, lambda: not gate.over)
         shadow = (rank, member.client, communicator, channel, state, store, witness)
         self._shadow: Shadow | None = None
         """Run of a process that holds no rank (a warm-up or a rehearsal); None in a rank."""

@@ -232,7 +232,7 @@ def test_objects_travel_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = Rank(Log())
     for name in ("_object_to_tensor", "_tensor_to_object"):
         monkeypatch.setattr(torch_private._c10d, name, getattr(torch_private, name))
-    torch_private.carry_objects_by(set_up.encoded, set_up.decoded)
+    torch_private.carry_objects_by(set_up.encoded, set_up.decoded, lambda: True)
     monkeypatch.setattr(torch_private._c10d._world, "default_pg", None)
     torch_private.register_group(rank.all, "default", RANKS, LocalBackend())
     torch_private.make_default(rank.all)
