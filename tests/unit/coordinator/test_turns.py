@@ -10,7 +10,7 @@ from swift_ft_services.coordinator import commands as m
 from swift_ft_services.coordinator import driver as published_module
 from swift_ft_services.coordinator.commands import Refusal
 from swift_ft_services.coordinator.driver import SOON_S, Driver
-from swift_ft_services.coordinator.job_record import JobRow, State
+from swift_ft_services.coordinator.job_record import ROOT, JobRow, State
 from swift_ft_services.coordinator.store import Transaction
 from swift_ft_services.coordinator.timeouts import Timing
 from swift_ft_services.coordinator.views import view_of
@@ -66,7 +66,8 @@ async def test_what_comes_together_is_one_transaction(logs: FakeLogs, memory: Me
     assert len(store.commits) == 1
     (commit,) = store.commits
     changed = {"ready", "stages", "stage_shards", "num_stages", "state"}
-    assert {key.split("/")[2] for key in commit.puts} == {"row", *changed}
+    assert {key.split("/")[2] for key in commit.puts if key.startswith(ROOT)} == {"row", *changed}
+    assert [key for key in commit.puts if not key.startswith(ROOT)] == ["history/j/000000000001/RUNNING"]
     assert driver._jobs["j"].row.state is State.RUNNING
     driver.stop()
 

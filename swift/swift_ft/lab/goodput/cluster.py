@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from scipy.optimize import brentq
-
 from swift_ft.errors import UsageError
 
 FAULTS_MIN = 10
@@ -161,4 +159,6 @@ def shape_of(cv: float) -> float:
         return 1.0
     if not CV_MIN <= cv <= CV_MAX:
         raise UsageError(f"--cv {cv:g}: give {CV_MIN:g} to {CV_MAX:g}; 1 is exponential")
+    from scipy.optimize import brentq  # takes longer to import than all the rest of the command
+
     return float(brentq(lambda shape: cv_of(shape) - cv, SHAPE_MIN, SHAPE_MAX))

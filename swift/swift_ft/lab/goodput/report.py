@@ -5,8 +5,6 @@ import textwrap
 from dataclasses import asdict
 from typing import Any
 
-from scipy.special import pdtr
-
 from swift_ft.lab.goodput import simulation, ways
 from swift_ft.lab.goodput.cluster import Cluster, Faults
 from swift_ft.lab.goodput.ways import Request, Way
@@ -41,8 +39,15 @@ def useful_share(way: Way, cluster: Cluster, faults: Faults, repair_s: float) ->
         return way.share_of_runs * running(way, mtbf_s) * mean_speed(way, cluster, missing)
     expected = expected_s(way.work_s, way.stall_s, way.stop_s, way.ratio, mtbf_s)
     running_share = (way.work_s + way.stall_s) / expected
-    ready = 1.0 if way.spares is None else float(pdtr(way.spares, missing))
+    ready = 1.0 if way.spares is None else _at_most(way.spares, missing)
     return way.share_of_runs * running_share * ready
+
+
+def _at_most(count: int, mean: float) -> float:
+    """Returns the probability of at most so many, by Poisson's distribution."""
+    from scipy.special import pdtr  # takes longer to import than all the rest of the command
+
+    return float(pdtr(count, mean))
 
 
 def running(way: Way, mtbf_s: float) -> float:
@@ -58,7 +63,7 @@ def mean_speed(way: Way, cluster: Cluster, missing: float) -> float:
     parts = cluster.parts if way.by_part else 1
     total, below = 0.0, 0.0
     for lost, speed in enumerate(way.speeds):
-        until = float(pdtr(lost, missing / parts)) ** parts
+        until = _at_most(lost, missing / parts) ** parts
         total += speed * (until - below)
         below = until
     return total

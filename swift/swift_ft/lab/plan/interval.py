@@ -14,8 +14,6 @@ mtbf / ratio. So a log that replays four times as fast acts on the interval like
 import math
 from dataclasses import dataclass
 
-from scipy.optimize import brentq
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pace:
@@ -78,6 +76,8 @@ def best_work_s(save_s: float, ratio: float, mtbf_s: float) -> float:
     below_1 = math.nextafter(1.0, 0.0)
     if c == 0 or c >= _above_line(below_1):
         return mtbf_s / ratio if c else 0.0
+    from scipy.optimize import brentq  # takes longer to import than all the rest of the command
+
     x = brentq(lambda x: _above_line(x) - c, 0.0, below_1, xtol=1e-300, rtol=1e-15, maxiter=2000)
     return float(x) * mtbf_s / ratio
 

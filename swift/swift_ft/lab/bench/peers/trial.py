@@ -11,12 +11,13 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from swift_ft.lab.bench import marks
+
+if TYPE_CHECKING:  # `swift-ft bench recovery` imports this module, and no torch
+    import torch
+    from torch import nn
 
 REPLICAS = 2
 SURVIVOR, VICTIM = range(REPLICAS)
@@ -25,13 +26,18 @@ PLACES = ("forward", "backward", "update")
 WIDTH, BATCH = 256, 16
 
 
-def make_model() -> nn.Module:
+def make_model() -> "nn.Module":
     """Creates the model, with equal weights in every process."""
+    import torch
+    from torch import nn
+
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
 
 
-def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(model: "nn.Module") -> "torch.optim.Optimizer":
+    import torch
+
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
@@ -68,8 +74,11 @@ class Trial:
         whole = (path.parent for path in self.checkpoints.glob("*/.metadata"))
         return max(whole, key=lambda path: int(path.name), default=None)
 
-    def loss(self, model: nn.Module, replica: int, step: int) -> torch.Tensor:
+    def loss(self, model: "nn.Module", replica: int, step: int) -> "torch.Tensor":
         """Returns the loss (a scalar) of this replica's batch in this step, which is equal in every process."""
+        import torch
+        from torch import nn
+
         generator = torch.Generator().manual_seed(step * REPLICAS + replica)
         inputs = torch.randn(BATCH, WIDTH, generator=generator)
         time.sleep(self.wait_s)
@@ -97,6 +106,6 @@ class Trial:
         """Appends a line to the marks of this run, with the time and this process's id."""
         marks.mark(self.directory, what, replica=replica, step=step, **more)
 
-    def end(self, replica: int, model: nn.Module) -> None:
+    def end(self, replica: int, model: "nn.Module") -> None:
         """Makes the last mark: a digest of the weights' bits, and the peak memory of the process."""
         self.mark("ended", replica, digest=marks.digest_of(model), peak_mib=marks.peak_mib())
