@@ -273,6 +273,12 @@ class CheckpointStore:
         except OSError as error:
             raise ServiceError(f"checkpoint {folder} cannot be read: {error.strerror}") from None
 
+    def newest_first(self) -> Iterator[Any]:
+        """Yields the states that can be loaded, the newest first."""
+        for version in reversed(self.versions()):
+            with suppress(ServiceError):
+                yield self.load(version)
+
     def versions(self) -> list[int]:
         """Returns the versions of which any rank has saved a shard, ascending."""
         try:

@@ -4,16 +4,20 @@ A registered object has the same state on all replicas (`swift_ft.train.verifica
 another origin gives that origin's next batch, once it has this rank's state (`TrainerState.draw_as_other`).
 """
 
+import copy
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.data import DataLoader, IterableDataset
 
 from swift_ft import torch_private
-from swift_ft.errors import UsageError
+from swift_ft.errors import ServiceError, UsageError
+from swift_ft.state.digests import digest_of
 from swift_ft.state.rng import Randomness, kept, seed_all, seed_for
 from swift_ft.text import tell
 
@@ -199,7 +203,7 @@ class Iterators:
             return make(loader)
         if loader.persistent_workers:
             self._start_workers_anew(loader)
-        if loader.generator is not None:
+        if loader.generator is not None or self._making:
             return make(loader)
         made = self._number(_kind(loader), self._place(loader))
         seed = self._seed(made)
@@ -229,8 +233,15 @@ class Iterators:
             begin(iterator, loader)
         finally:
             loader.generator = None
-        if loader.num_workers:  # makes a load of this one detectable: workers' draws are in no state
-            torch.empty((), dtype=torch.int64).random_()
+
+    @contextmanager
+    def left_alone(self) -> Iterator[None]:
+        """(a registered loader's) Iterators that are created meanwhile draw as they are."""
+        before, self._making = self._making, True
+        try:
+            yield
+        finally:
+            self._making = before
 
     def _start_workers_anew(self, loader: DataLoader[Any]) -> None:
         torch_private.start_workers_anew(loader)
@@ -337,3 +348,378 @@ def _attributes(value: Any) -> dict[str, Any]:
 def _kind(loader: DataLoader[Any]) -> str:
     sampler = loader.batch_sampler if loader.sampler is None else loader.sampler
     return f"{type(loader.dataset).__qualname__}/{type(sampler).__qualname__}/{loader.batch_size}"
+
+
+# Registered loaders, exactly repeatable.
+#
+# A loader of batches (torch's DataLoader, torchdata's StatefulDataLoader, a streaming dataset) hands out iterators, and
+# a trainer keeps them in variables of its own. Its `load_state_dict`, if it has one, holds for the next iterator only;
+# its state may differ between replicas (a data-parallel rank reads its own shards); and it may leave something out (a
+# shuffle buffer, what workers draw, what was read ahead). So a registered loader's iterators are the session's: they go
+# on behind whatever the loader is put back to. What a recovery needs is
+#
+#     a place      the iteration (each `iter(loader)` counts) and the batches given in it: the same on all replicas
+#     a base       this rank's own: the loader's state when the iteration began, and one on the way with digests of the
+#                  batches behind it; if they are not given again, the iteration is drawn from its beginning
+#     a dropped step's batches, which are given again
+#
+# A place behind the base is reached by drawing. Iterations and batches are drawn by seeds that follow from the place.
+#
+#     (session) ``RegisteredLoader`` … ``begin_step`` … ``drop_step``; (state) ``place``, ``state_dict``,
+#     ``load_state_dict``
+
+_ENDED = object()
+_COMPARED = 3
+"""Batches behind a state by which it is known to be whole."""
+
+
+def is_loader(value: Any) -> bool:
+    return isinstance(value, DataLoader | IterableDataset)
+
+
+class Place(NamedTuple):
+    iteration: int = 0
+    """0: none has begun."""
+    given: int = 0
+    ended: bool = False
+
+
+class _Snapshot(NamedTuple):
+    given: int
+    own: Any
+    following: list[str]
+    """Digests of the batches behind it."""
+
+
+class _Base(NamedTuple):
+    """What of a loader this rank has kept of an iteration."""
+
+    iteration: int
+    epochs: Mapping[str, int]
+    snapshots: tuple[_Snapshot, ...]
+    """The first one is of the iteration's beginning."""
+
+
+class RegisteredLoader:
+    """Stands in for a loader among the registered objects, and for the `__iter__` of the loader itself."""
+
+    def __init__(
+        self, loader: Any, number: int, iterators: "Iterators", earlier: Callable[[], Iterator[Any]]
+    ) -> None:
+        """`number`: among the registered loaders. `earlier`: yields the states of this loader in this rank's
+        checkpoints, the newest first. Raises UsageError for a loader that has begun."""
+        if getattr(loader, "_iterator", None) is not None:
+            raise UsageError(
+                f"the {type(loader).__name__} was iterated over, or asked for its state, before it was registered; "
+                "call session.register(loader=...) first: its iterators are the session's then"
+            )
+        self.loader = loader
+        self._number = number
+        self._iterators = iterators
+        self._earlier = earlier
+        self._at = Place()
+        self._epochs: dict[str, int] = {}
+        """Epochs of samplers and datasets (`set_epoch`) when the iteration began."""
+        self._inner: Iterator[Any] | None = None
+        self._broken = False
+        self._handed: weakref.ref[_Handed] | None = None
+        """The trainer's iterator of this iteration."""
+        self._continues = False
+        """Set in a process that has no iterator yet, if the state's trainer had one."""
+        self._base: _Base | None = None
+        self._first: Any = None
+        """A dataset's state as the script has made it."""
+        self._before: tuple[Place, dict[str, int], _Base | None] = self._at, self._epochs, None
+        self._since: list[Any] = []
+        """What the step has got so far: a `_Base` where an iteration began, batches, `_ENDED`."""
+        self._again = deque[Any]()
+        kind = type(loader)
+        self._iter = kind.__iter__
+        mine = {"__iter__": lambda _loader: self.iterate(), "__module__": kind.__module__}
+        loader.__class__ = type(kind.__name__, (kind,), mine)
+
+    # --- the trainer's ---
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.iterate()
+
+    def iterate(self) -> Iterator[Any]:
+        if torch.utils.data.get_worker_info() is not None:
+            return iter(self._iter(self.loader))
+        handed = _Handed(self)
+        if self._continues:
+            self._continues = False
+            handed.continues = True
+        elif self._again and isinstance(self._again[0], _Base):
+            self._repeat()
+        else:
+            self._again.clear()
+            self._begin_iteration()
+        self._handed = weakref.ref(handed)
+        return handed
+
+    def draw(self, handed: "_Handed") -> Any:
+        if handed is not (self._handed and self._handed()):
+            raise UsageError(
+                "a registered loader has one iterator at a time, and a newer one was made; register two loaders"
+            )
+        if self._again and isinstance(self._again[0], _Base):
+            self._repeat()  # the trainer holds that iteration's iterator from the dropped step
+        if self._again:
+            batch = self._repeat()
+        else:
+            batch = self._draw()
+            self._since.append(batch if batch is _ENDED else _Kept(batch))
+            self._compare_by(batch)
+        if batch is not _ENDED:
+            return batch
+        if not handed.continues:
+            raise StopIteration
+        # The trainer that went on was at the end: it would have asked for the next iteration.
+        handed.continues = False
+        self._begin_iteration()
+        return self.draw(handed)
+
+    def _begin_iteration(self) -> None:
+        epochs = {path: thing.epoch for path, thing in self._counters()}
+        if self._base is None or self._base.iteration != self._at.iteration + 1:
+            self._base = self._base_at(self._at.iteration + 1)
+        self._base = self._base._replace(epochs=epochs)
+        self._next_iteration()
+        self._epochs = epochs
+        self._since.append(self._base)
+
+    def _repeat(self) -> Any:
+        """Gives again what the dropped step has got."""
+        event = self._again.popleft()
+        self._since.append(event)
+        if isinstance(event, _Base):
+            self._at, self._base, self._epochs = Place(event.iteration), event, dict(event.epochs)
+        elif event is _ENDED:
+            self._at = self._at._replace(ended=True)
+        else:
+            self._at = self._at._replace(given=self._at.given + 1)
+            return event.batch()
+        return event
+
+    # --- the loader's ---
+
+    def _next_iteration(self) -> None:
+        if getattr(self.loader, "_starting_state_dict", None) is not None:
+            # A dataset of `datasets` begins each iteration at the state that was loaded last, not the next one alone.
+            self.loader._starting_state_dict = None
+        self._at = Place(self._at.iteration + 1)
+        self._inner = self._open()
+
+    def _open(self) -> Iterator[Any]:
+        with self._drawing(0):
+            return iter(self._iter(self.loader))
+
+    def _draw(self) -> Any:
+        if self._at.ended or self._inner is None:
+            return _ENDED
+        with self._drawing(self._at.given + 1):
+            try:
+                batch = next(self._inner)
+            except StopIteration:
+                self._at = self._at._replace(ended=True)
+                return _ENDED
+            except Exception:  # a worker was killed, say; such an iterator gives nothing more
+                self._broken = True
+                raise
+        self._at = self._at._replace(given=self._at.given + 1)
+        return batch
+
+    def _base_at(self, iteration: int) -> _Base:
+        """Returns that of an iteration that has not begun. It begins as the first one did: a loader makes a new
+        iterator of an empty state, a dataset has to be put back."""
+        if not isinstance(self.loader, DataLoader):
+            own = self._first = self._own() if self._first is None else self._first
+        else:
+            own = {} if iteration > 1 and hasattr(self.loader, "state_dict") else self._own()
+        return _Base(iteration, {}, (_Snapshot(0, own, []),))
+
+    def _own(self) -> Any:
+        """Returns a copy of the loader's state, None if it has none."""
+        if not hasattr(self.loader, "state_dict"):
+            return None
+        with self._drawing(0):
+            return copy.deepcopy(self.loader.state_dict())
+
+    @contextmanager
+    def _drawing(self, number: int) -> Iterator[None]:
+        seed = self._iterators.randomness.iterator(BEFORE_RUN, max(1, self._at.iteration))
+        with kept(), self._iterators.left_alone():
+            seed_all(seed_for(seed, number, self._number, 0))
+            yield
+
+    def _counters(self) -> Iterator[tuple[str, Any]]:
+        """Yields what has `set_epoch` and `epoch`: the loader, its samplers and its dataset."""
+        for path in ("", "sampler", "batch_sampler", "batch_sampler.sampler", "dataset"):
+            thing = self.loader
+            for name in filter(None, path.split(".")):
+                thing = getattr(thing, name, None)
+            if callable(getattr(thing, "set_epoch", None)) and isinstance(getattr(thing, "epoch", None), int):
+                yield path, thing
+
+    def _set_epochs(self, epochs: Mapping[str, int]) -> None:
+        for path, thing in self._counters():
+            if path in epochs and thing.epoch != epochs[path]:
+                thing.set_epoch(epochs[path])
+
+    # --- the step's, and the state's ---
+
+    def begin_step(self) -> None:
+        self._since = []
+        self._before = self._at, self._epochs, self._base
+
+    def drop_step(self) -> None:
+        """Goes back to the step's start: its batches are given again, unless the step has changed them in place."""
+        self._at, self._epochs, self._base = self._before
+        unchanged = all(event.unchanged for event in self._since if isinstance(event, _Kept))
+        if unchanged and not self._broken:
+            self._again.extendleft(reversed(self._since))
+        else:
+            self._go(self._at, self._epochs)
+        self._since = []
+
+    def place(self) -> dict[str, Any]:
+        """Returns what is the same on all replicas."""
+        return {"place": list(self._at), "epochs": self._epochs}
+
+    def shared_state(self) -> dict[str, Any]:
+        """Returns the state for a replica, which draws from a base of its own."""
+        held = not self._at.ended and (self._continues or (self._handed and self._handed()) is not None)
+        return {**self.place(), "held": held}
+
+    def state_dict(self) -> dict[str, Any]:
+        base = self._base or self._base_at(1)
+        first, *others = base.snapshots
+        if self._at.given and not self._at.ended and not self._again:
+            known = [snapshot for snapshot in others if snapshot.following][-1:]
+            if not others or others[-1].given != self._at.given:
+                others = [*known, _Snapshot(self._at.given, self._own(), [])]
+        self._base = base = base._replace(snapshots=(first, *others))
+        told = {
+            **base._asdict(),
+            "snapshots": [list(each) for each in base.snapshots if each is first or each.following],
+            "of": self._iterators.randomness.dp_rank,
+        }
+        return {**self.shared_state(), "base": told}
+
+    def _compare_by(self, batch: Any) -> None:
+        for given, _, following in self._base.snapshots if self._base and batch is not _ENDED else ():
+            due = len(following) < _COMPARED and self._at.given == given + len(following) + 1
+            if due and (told := _told(batch)) is not None:
+                following.append(told)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes to the state's place, from its base, or from one of this rank's checkpoints. Raises ServiceError."""
+        at = Place(*state["place"])
+        if not isinstance(self.loader, DataLoader) and self._first is None:
+            self._first = self._own()
+        self._base = self._base_for(at, [state] if "base" in state else self._earlier())
+        self._continues = bool(state["held"]) and (self._handed and self._handed()) is None
+        self._go(at, dict(state["epochs"]))
+
+    def _base_for(self, at: Place, states: Iterable[Any]) -> _Base:
+        for base in (state["base"] for state in states):
+            if base["iteration"] <= max(1, at.iteration) and base["of"] == self._iterators.randomness.dp_rank:
+                snapshots = tuple(
+                    _Snapshot(given, own, list(following)) for given, own, following in base["snapshots"]
+                )
+                return _Base(base["iteration"], base["epochs"], snapshots)
+        base = self._base or self._base_at(1)
+        if base.iteration > max(1, at.iteration):
+            raise ServiceError("no checkpoint of this rank has an earlier state of the loader")
+        return base
+
+    def _go(self, at: Place, epochs: dict[str, int]) -> None:
+        """Draws from the base to this place."""
+        assert self._base is not None, "a checkpoint comes before the first step"
+        self._again.clear()
+        self._since, self._broken = [], False
+        base = self._base
+        on_the_way = base.snapshots[1:] if base.iteration == at.iteration else ()
+        on_the_way = tuple(each for each in on_the_way if each.following and each.given < at.given)
+        for given, own, following in (*reversed(on_the_way), base.snapshots[0]):
+            if self._reaches(at, epochs, given, own, following):
+                break
+        else:
+            raise ServiceError(
+                f"the loader does not give again what it has given in iteration {at.iteration}: its batches are to "
+                "follow from the number of the epoch (a generator that is seeded by it, a sampler with set_epoch)"
+            )
+        self._epochs = epochs
+        self._base = base._replace(snapshots=(base.snapshots[0], *on_the_way))
+
+    def _reaches(self, at: Place, epochs: dict[str, int], given: int, own: Any, following: list[str]) -> bool:
+        assert self._base is not None
+        first = self._base.iteration
+        if own is not None:
+            self.loader.load_state_dict(copy.deepcopy(own))
+        elif at.iteration:
+            first = at.iteration  # without a state an iteration follows from its number alone
+        self._at, self._inner = Place(min(first, at.iteration), given), None
+        self._set_epochs(epochs if first == at.iteration else self._base.epochs)
+        if not at.iteration:
+            return True
+        self._inner = self._open()
+        while self._at.iteration < at.iteration:
+            while self._draw() is not _ENDED:
+                pass
+            self._set_epochs(epochs)
+            self._next_iteration()
+        for told in following[: at.given - given] if self._base.iteration == at.iteration else ():
+            if (batch := self._draw()) is _ENDED or _told(batch) != told:
+                return False
+        while self._at.given < at.given and self._draw() is not _ENDED:
+            pass
+        if at.ended and not self._at.ended:
+            self._draw()
+        return self._at == at
+
+
+def _told(batch: Any) -> str | None:
+    """Returns a digest of the batch, None if it holds what cannot be compared."""
+    try:
+        return digest_of(batch).hex()
+    except UsageError:
+        return None
+
+
+class _Handed:
+    """An iterator that the trainer holds. It stays valid when the loader goes back."""
+
+    def __init__(self, of: RegisteredLoader) -> None:
+        self._of = of
+        self.continues = False
+
+    def __iter__(self) -> "_Handed":
+        return self
+
+    def __next__(self) -> Any:
+        return self._of.draw(self)
+
+
+class _Kept:
+    """A batch of the step, to be given again."""
+
+    def __init__(self, batch: Any) -> None:
+        leaves, self._form = tree_flatten(batch)
+        self._leaves = [
+            (leaf, leaf._version) if _is_tracked(leaf) else (copy.deepcopy(leaf), 0) for leaf in leaves
+        ]
+
+    @property
+    def unchanged(self) -> bool:
+        """False once a tensor was changed in place."""
+        return all(leaf._version == version for leaf, version in self._leaves if _is_tracked(leaf))
+
+    def batch(self) -> Any:
+        leaves = [leaf if _is_tracked(leaf) else copy.deepcopy(leaf) for leaf, _ in self._leaves]
+        return tree_unflatten(leaves, self._form)
+
+
+def _is_tracked(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and not leaf.is_inference()

@@ -325,9 +325,11 @@ class Session:
         """Registers the other objects that a recovery must restore: the pipeline schedule, and every object with state
         that a step changes (LR scheduler, data loader, gradient scaler), under any name.
 
-        The objects' state_dict is copied at every step, so keep it small. `loader` counts as data position. Generators
-        (of torch, `random`, numpy), lists, dicts and deques may be passed as they are. Raises UsageError for any other
-        object without state_dict and load_state_dict.
+        The objects' state_dict is copied at every step, so keep it small. `loader` counts as data position. A
+        `torch.utils.data.DataLoader` (with a state, as torchdata's StatefulDataLoader, or without) or `IterableDataset`
+        is followed by what it gives: register it before you iterate over it, and keep its iterator over steps.
+        Generators (of torch, `random`, numpy), lists, dicts and deques may be passed as they are. Raises UsageError for
+        any other object without state_dict and load_state_dict.
         """
         if schedule is not None:
             self._add_schedule(schedule)
@@ -552,6 +554,7 @@ class Session:
         replicate = groups.get("replicate", groups["data"])
         state = TrainerState(channel.randomness, updates, replicate if assignment.shards > 1 else None)
         state.iterators.install()
+        state.checkpoints = store.newest_first
         watch = ThoroughWatch(witness, state.stages, state.parameter_names)
         recording = Recording(
             rank, config, witness, watch, tape, channel.note, lambda: updates.held, state.begun_with

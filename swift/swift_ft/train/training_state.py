@@ -22,7 +22,7 @@ from swift_ft.state import fsdp
 from swift_ft.state.carried_gradients import WholeModule
 from swift_ft.state.digests import digests
 from swift_ft.state.journal import OPTIMIZERS_OWN, Kept, UndoResult
-from swift_ft.state.loaders import Iterators
+from swift_ft.state.loaders import Iterators, RegisteredLoader, is_loader
 from swift_ft.state.module_state import (
     KeptModules,
     ModuleState,
@@ -362,6 +362,8 @@ class TrainerState:
         self._first: _Forms | None = None
         """The parameters at `session.run`."""
         self.iterators = Iterators(self.randomness, lambda: self.objects)
+        self.checkpoints: Callable[[], Iterator[dict[str, Any]]] = lambda: iter(())
+        """Yields this rank's checkpoints, the newest first."""
         self.stopped: Stopped | None = None
         """Set if the trainer ends the run with this version."""
         self.updated = False
@@ -420,6 +422,10 @@ class TrainerState:
         self._check_early(f"register({name}=...)")
         if name in self.objects:
             raise UsageError(f"register({name}=...) was called twice; use another name")
+        if is_loader(value):
+            number = sum(isinstance(other, RegisteredLoader) for other in self.objects.values())
+            earlier = lambda: (state["objects"][name] for state in self.checkpoints())  # noqa: E731
+            value = RegisteredLoader(value, number, self.iterators, earlier)
         value = as_registered(value)
         for method in ("state_dict", "load_state_dict"):
             if not callable(getattr(value, method, None)):
@@ -486,7 +492,9 @@ class TrainerState:
         for stage in self.stages:
             stage.begin_step()
         self.iterators.begin_step(self.version)
-        objects, placements = fsdp.localized(self._object_states())
+        for loader in self._loaders():
+            loader.begin_step()
+        objects, placements = fsdp.localized(self._places())
         self._before = _BeforeStep(
             objects=copy.deepcopy(objects),
             iterators=self.iterators.state(),
@@ -514,6 +522,8 @@ class TrainerState:
         self.iterators.restore(before.iterators)
         objects = fsdp.globalized(copy.deepcopy(before.objects), before.placements, self._parameters())
         for name, state in objects.items():
+            if isinstance(self.objects[name], RegisteredLoader):
+                continue
             if before.iterators or name in loaders:
                 load_object(name, self.objects[name], state)
 
@@ -549,7 +559,10 @@ class TrainerState:
             if isinstance(self.objects[name], torch.amp.GradScaler):
                 torch_private.forget_unscaled(self.objects[name])
             try:
-                load_object(name, self.objects[name], state)
+                if isinstance(thing := self.objects[name], RegisteredLoader):
+                    thing.drop_step()
+                else:
+                    load_object(name, thing, state)
             except ServiceError as error:
                 self.present = False  # a restore follows, which may succeed
                 print(f"swift: {error}: the state of this rank is restored", file=sys.stderr)
@@ -630,7 +643,7 @@ class TrainerState:
         Buffers are left out: the replica's may have grown or changed type by now.
         """
         settle_copies()
-        state = {key: value for key, value in self.state_dict().items() if key != "modules"}
+        state = {key: value for key, value in self.shared_dict().items() if key != "modules"}
         tensors, _ = split(state | {"stages": {key: parameters for key, parameters, _ in self._halves()}})
         return tensors
 
@@ -643,17 +656,19 @@ class TrainerState:
             yield key, parameters, {name: tensor for name, tensor in tensors.items() if name not in names}
 
     def shared_dict(self) -> dict[str, Any]:
-        return in_common(self.state_dict())
+        """Returns what replicas have in common."""
+        return in_common(self.state_dict(whole=False))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state with local tensors that share memory with the live ones. `placements` marks shards."""
+    def state_dict(self, *, whole: bool = True) -> dict[str, Any]:
+        """Returns the state with local tensors that share memory with the live ones. `placements` marks shards.
+        `whole`: with this rank's own states of data loaders."""
         state = {
             "version": self.version,
             "stages": {key: stage.submod.state_dict() for key, stage in self.keyed().items()},
             "optimizers": states_of(self.optimizers),
             "groups": groups_by_name(self._named_parameters(sharded_too=True), self.optimizers),
             "begun": self._begun,
-            "objects": self._object_states(),
+            "objects": self._object_states(whole=whole),
             "modules": {**self.modules.state(), "apart": self.apart},
             "iterators": self.iterators.state(),
         }
@@ -687,7 +702,7 @@ class TrainerState:
             {
                 "optimizers": states_of(self.optimizers),
                 "iterators": self.iterators.state(),
-                "objects": self._object_states(),
+                "objects": self._places(),
             }
         )
         parameters: dict[str, Any] = {}
@@ -746,7 +761,7 @@ class TrainerState:
             )
         regroup(self._named_parameters(sharded_too=True), self.optimizers, state["groups"])
         placements = state.get("placements", {})
-        fsdp.check_placements(self.state_dict().get("placements", {}), placements, "state.stages.")
+        fsdp.check_placements(self.state_dict(whole=False).get("placements", {}), placements, "state.stages.")
         state = fsdp.globalized(state, placements, self._parameters())
         for name, stage in stages.items():
             with naming(f"stage {name}"):
@@ -769,8 +784,23 @@ class TrainerState:
         self.version = int(state["version"])
         self.updates.begin_step(self.version)
 
-    def _object_states(self) -> dict[str, Any]:
-        return {name: value.state_dict() for name, value in self.objects.items()}
+    def _object_states(self, *, whole: bool) -> dict[str, Any]:
+        return {
+            name: value.state_dict()
+            if whole or not isinstance(value, RegisteredLoader)
+            else value.shared_state()
+            for name, value in self.objects.items()
+        }
+
+    def _places(self) -> dict[str, Any]:
+        """Returns what the objects are compared by: the states, and the places of data loaders."""
+        return {
+            name: value.place() if isinstance(value, RegisteredLoader) else value.state_dict()
+            for name, value in self.objects.items()
+        }
+
+    def _loaders(self) -> list[RegisteredLoader]:
+        return [value for value in self.objects.values() if isinstance(value, RegisteredLoader)]
 
     def _parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for stage in self.stages for parameter in stage.submod.parameters()]
@@ -793,7 +823,7 @@ class TrainerState:
     def digests(self) -> dict[str, str]:
         """Returns the SHA-256 of each part of the state; equal on two runs only if every bit is. Attributes with a
         value of each replica's own are left out: a process that replaces a replica begins without them."""
-        state = in_common(self.state_dict())
+        state = self.shared_dict()
         parts = {"parameters": state["stages"], "optimizer": state["optimizers"], **state["objects"]}
         modules = {key: value for key, value in state["modules"].items() if key != "apart"}
         if modules["values"] or modules["gone"]:

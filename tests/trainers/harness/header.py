@@ -63,14 +63,11 @@ class Trainer:
     """A run that takes longer stands still."""
     misses: tuple[int, ...]
     because: str
+    path: Path
 
     @property
     def worlds(self) -> tuple[int, ...]:
         return tuple(self.expected)
-
-    @property
-    def path(self) -> Path:
-        return FOLDER / f"{self.name}.py"
 
 
 def read(path: Path) -> Trainer:
@@ -98,6 +95,7 @@ def read(path: Path) -> Trainer:
         patience_s=float(fields.get("patience") or PATIENCE_S),
         misses=_numbers(fields.get("misses")),
         because=fields.get("because") or "",
+        path=path,
     )
 
 
@@ -110,9 +108,9 @@ def pipelines() -> list[Trainer]:
     return [trainer for trainer in trainers() if trainer.name.startswith("pipeline")]
 
 
-def trainers() -> list[Trainer]:
+def trainers(folder: Path = FOLDER) -> list[Trainer]:
     """All of the folder, by name."""
-    paths = sorted(FOLDER.glob("*.py"))
+    paths = sorted(folder.glob("*.py"))
     return [
         read(path)
         for path in paths

@@ -1,0 +1,45 @@
+"""A virtual environment with one framework. All else, this checkout and torch among it, is `.venv`'s."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / ".frameworks"
+PINS: dict[str, tuple[str, ...]] = {
+    "loaders": ("torchdata==0.11.0", "datasets==4.7.0"),
+}
+"""framework → packages; the first one's version is told in the table"""
+_INSTALL_LIMIT_S = 1800.0
+
+
+class Unavailable(Exception):
+    """A package cannot be had here. The message is one line."""
+
+
+def ensure(framework: str) -> Path:
+    """Returns the interpreter of the framework's environment, which is made if its pins have changed. Raises
+    Unavailable."""
+    place = FOLDER / framework
+    python, stamp = place / "bin" / "python", place / "installed"
+    wanted = "\n".join((sys.prefix, *PINS[framework]))
+    if stamp.exists() and stamp.read_text() == wanted:
+        return python
+    print(f"{framework}: installing {', '.join(PINS[framework])}", file=sys.stderr, flush=True)
+    shutil.rmtree(place, ignore_errors=True)
+    subprocess.run([sys.executable, "-m", "venv", place], check=True)
+    (packages,) = place.glob("lib/python*/site-packages")
+    ours = next(path for path in sys.path if path.endswith("site-packages"))
+    (packages / "of_the_checkout.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
+    # An empty file of constraints takes the place of one that this machine's configuration may name.
+    environment = os.environ | {"PIP_CONSTRAINT": os.devnull}
+    command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *PINS[framework]]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=_INSTALL_LIMIT_S
+    )
+    if done.returncode:
+        raise Unavailable(f"pip: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}")
+    stamp.write_text(wanted)
+    return python
