@@ -14,9 +14,8 @@ from typing import Any, Protocol
 import grpc
 
 from swift_ft import events
-from swift_ft.cli_parser import is_loopback
+from swift_ft.cli_parser import host_and_port, is_loopback
 from swift_ft.errors import UsageError
-from swift_ft.text import port_number
 from swift_ft.tokens import Authority, Revoked, Signature, read_file, read_secret, signature
 from swift_ft_services.authorization import Audit, CallLimits, Gate
 
@@ -48,9 +47,7 @@ class Protection:
             raise UsageError("--tls-client-ca: needs --tls-cert and --tls-key as well")
         if self.revoked is not None and self.token_keys is None:
             raise UsageError("--revoked: revokes tokens, so give --token-keys as well")
-        host, colon, port = self.listen.rpartition(":")
-        if not colon or not host or port_number(port) is None:
-            raise UsageError(f"--listen {self.listen[:80]!r} is not HOST:PORT, such as 127.0.0.1:0")
+        host_and_port(self.listen, "--listen")
         if self.insecure and not self.insecure_allowed:
             missing = [
                 flags

@@ -112,7 +112,7 @@ def test_what_a_log_server_says_of_itself_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told = filled(log_pb2.StatusReply(), 1)
-    monkeypatch.setattr(admin, "status", lambda *_: told)
+    monkeypatch.setattr(admin, "status", lambda *_, **_options: told)
     monkeypatch.setattr(
         admin,
         "inventory",

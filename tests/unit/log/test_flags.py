@@ -48,6 +48,7 @@ def test_a_log_server_refuses_them_in_one_line(flag: str, value: str, words: str
         (["--lease-s", "0.1"], "at least 3 heartbeats"),
         (["--step-bound-s", "1"], "at least 2 leases"),
         (["--log-lost-s", "1e300"], "choose 6 to"),
+        (["--listen", "http://10.0.0.5:7300"], "is not HOST:PORT"),
         (["--calls-per-token-s", "1e-300"], "at least 1"),
     ],
 )
