@@ -1,5 +1,6 @@
 """What a process shows as Prometheus metrics, scraped and parsed by the library."""
 
+import http.client
 import urllib.request
 from dataclasses import dataclass, field
 
@@ -22,6 +23,18 @@ class Scrape:
 
     def get(self, sample: str, **labels: str) -> float:
         return self.values.get((sample, tuple(sorted(labels.items()))), 0.0)
+
+
+def answer(address: str, path: str) -> tuple[int, str]:
+    """Returns the status and the text of a page."""
+    host, _, port = address.rpartition(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=TIMEOUT_S)
+    try:
+        connection.request("GET", path)
+        reply = connection.getresponse()
+        return reply.status, reply.read().decode()
+    finally:
+        connection.close()
 
 
 def scrape(address: str) -> Scrape:

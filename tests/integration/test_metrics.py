@@ -18,7 +18,7 @@ from swift_ft.log.record import RecordKey
 from tests.integration.coordinator_world import Coordinator, FakeMember
 from tests.integration.forked import ForkedCluster
 from tests.integration.logserver_world import JOB, REPOSITORY, LogServer, run
-from tests.integration.scraping import Scrape, scrape
+from tests.integration.scraping import Scrape, answer, scrape
 from tests.log_client import LogWriter
 
 TIMEOUT_S = 30.0
@@ -226,6 +226,7 @@ def test_a_full_disk_shows(tmp_path: Path) -> None:
         shown = server.scrape()
         assert shown.value("swift_log_state", swift_log_state="full") == 1
         assert shown.value("swift_log_alarm", swift_log_alarm="full") == 1
+        assert answer(server.metrics_file.read_text().strip(), "/healthz") == (503, "it is full\n")
         assert shown.value("swift_log_state", swift_log_state="serving") == 0
         assert shown.value("swift_log_refusals_total", reason="disk-full") >= 1
         assert shown.value("swift_log_commit_failures_total", reason="StorageFull") >= 1
@@ -341,6 +342,7 @@ def test_the_coordinator_counts_what_it_does_and_the_table_lists_it(
         assert now.value("swift_coordinator_checkpoint_version", **job) == 0
         assert now.value("swift_coordinator_checkpoint_age_seconds", **job) < TIMEOUT_S
         assert now.get("swift_coordinator_recovery_seconds_count", **job) == 0
+        assert answer((tmp_path / "shown").read_text().strip(), "/healthz") == (200, "ok\n")
         members[1].kill()
         members[1].report_exit()
         until(lambda: state() == "PLANNING")

@@ -1,6 +1,5 @@
 """The library's part of metrics: distributions, registries, HTTP; and what ranks and the coordinator count."""
 
-import http.client
 import json
 import socket
 import struct
@@ -38,7 +37,7 @@ from swift_ft_services.coordinator.job import Job
 from swift_ft_services.coordinator.job_record import JobRow, State
 from swift_ft_services.coordinator.metrics import CoordinatorMetrics
 from swift_ft_services.coordinator.timeouts import Timing
-from tests.integration.scraping import scrape
+from tests.integration.scraping import answer, scrape
 
 BOUNDS = (0.1, 1.0, 10.0)
 
@@ -95,17 +94,6 @@ def test_each_registry_is_its_own_and_shows_what_it_reads() -> None:
         other.close()
     with pytest.raises(OSError, match="refused"):
         scrape(one.address)
-
-
-def answer(address: str, path: str) -> tuple[int, str]:
-    host, _, port = address.rpartition(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=20.0)
-    try:
-        connection.request("GET", path)
-        reply = connection.getresponse()
-        return reply.status, reply.read().decode()
-    finally:
-        connection.close()
 
 
 def test_other_paths_are_not_found_and_one_tells_health() -> None:
