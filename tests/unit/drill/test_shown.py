@@ -2,6 +2,7 @@
 
 import io
 import re
+from contextlib import redirect_stdout
 from typing import Any
 
 import pytest
@@ -41,6 +42,18 @@ def test_a_terminal_gets_the_verdict_the_reason_and_the_command(case: tuple[dict
     assert words in shown
     assert result["reason"] in shown
     assert f"again: {result['rerun']}\n" in shown
+
+
+def test_a_report_that_nobody_reads_is_no_failed_drill() -> None:
+    """rich exits with 1, which is the verdict FAIL."""
+
+    class Unread(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    result = report.build(Facts.of(config(), good()))
+    with redirect_stdout(Unread()), pytest.raises(BrokenPipeError):
+        show(result)
 
 
 def test_the_page_needs_nothing_else(case: tuple[dict[str, Any], str]) -> None:

@@ -355,9 +355,15 @@ def _digests(digests: Mapping[str, Any]) -> Iterator[Sequence[str]]:
             yield where, f"rank {rank}", *(str(side)[:16] for side in sides), ANSWERS[entry["equal"]]
 
 
+class _Stdout(Console):
+    def on_broken_pipe(self) -> None:
+        """(called where a BrokenPipeError was caught) rich would exit with 1, which is a drill's FAIL."""
+        raise  # noqa: PLE0704
+
+
 def show(result: Mapping[str, Any], console: Console | None = None) -> None:
-    """Prints the report, to stdout if no console is given."""
-    console = console or Console()
+    """Prints the report, to stdout if no console is given. Raises BrokenPipeError if nobody reads it."""
+    console = console or _Stdout()
     console.print(*sections(result))
     console.print(f"again: {result['rerun']}", soft_wrap=True, markup=False, highlight=False)
 
