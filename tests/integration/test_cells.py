@@ -77,6 +77,29 @@ def test_a_rank_with_a_replica_copies_from_its_counterpart(twin: Twin, tmp_path:
     assert [e["sources"] for e in event["ranks"] if e["rank"] == 3] == [[1]]
 
 
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "shape", [(2, 1, 1, 2), pytest.param((1, 1, 2, 2), marks=pytest.mark.matrix)], ids=str
+)
+def test_a_rehearsal_needs_none_of_the_others(shape: Shape, tmp_path: Path) -> None:
+    """What the ranks of its stage have given one another in the recorded steps is answered from the recording."""
+    found = run_trainer(
+        tmp_path,
+        "cells.py",
+        STEPS,
+        *shape[1:],
+        "own",
+        "rehearsed",
+        ranks=4,
+        faults=[],
+        spares=1,
+        launcher_flags=("--rehearse", "start"),
+    )
+    ends = [e for e in found["events"] if e["event"] == "rehearsal_end"]
+    assert {e["rank"] for e in ends} == set(range(4))
+    assert [(e["why_not"], e["difference"]) for e in ends] == [("", "")] * len(ends)
+
+
 SHAPES: list[Shape] = [(2, 1, 1, 2), (2, 2, 1, 2), (2, 1, 2, 1), (2, 2, 2, 1), (1, 2, 2, 2), (4, 1, 1, 2)]
 PHASES = ("forward", "backward", "reduce", "optimizer")
 

@@ -1,11 +1,16 @@
-"""Stages of several ranks: `cells.py STEPS REPLICAS SHARDS TENSOR MESH`. The world size is stages * REPLICAS * SHARDS *
-TENSOR. Layers are split over TENSOR ranks (column- and row-wise, with sequence parallelism), and their parts are
-sharded over SHARDS ranks (FSDP2). MESH is session (`session.mesh`) or own: one that the trainer makes of all ranks,
+"""Stages of several ranks: `cells.py STEPS REPLICAS SHARDS TENSOR MESH [rehearsed]`. With the last word it waits in
+step 4 until all ranks were rehearsed. The world size is stages * REPLICAS * SHARDS * TENSOR.
+
+Layers are split over TENSOR ranks (column- and row-wise, with sequence parallelism), and their parts are sharded over
+SHARDS ranks (FSDP2). MESH is session (`session.mesh`) or own: one that the trainer makes of all ranks,
 and does with it what trainers do: a seed that is broadcast before training, losses that are summed over some of its
 dimensions, a collective that gives each rank something else.
 """
 
+import os
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +28,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import swift_ft
+from swift_ft import events
 
 STEPS, REPLICAS, SHARDS, TENSOR, MESH = *map(int, sys.argv[1:5]), sys.argv[5]
 WIDTH, HIDDEN, LENGTH, BATCH, MICROBATCHES = 6, 8, 4, 4, 4
@@ -59,7 +65,7 @@ def part_of(x: Tensor, session: swift_ft.Session) -> Tensor:
 
 def main() -> None:
     session = swift_ft.Session.from_env(
-        checkpoint_every=4, replicas=REPLICAS, shards=SHARDS, tensor_parallel=TENSOR, bucket_bytes=256
+        checkpoint_every=5, replicas=REPLICAS, shards=SHARDS, tensor_parallel=TENSOR, bucket_bytes=256
     )
     index, stages = session.pipeline_rank, session.pipeline_ranks
     own: Any = None
@@ -103,11 +109,23 @@ def main() -> None:
             session.reduce_gradients()
             clip(module, own, stages)
         optimizer.step()
+        if sys.argv[6:] and step == 4 and not swift_ft.is_warming_up():
+            await_rehearsals(session.world_size)
         if own is not None:
             report(session, own, torch.stack(losses).mean() if last else torch.zeros(()), step)
 
     session.run(train_step, num_steps=STEPS)
     session.close()
+
+
+def await_rehearsals(ranks: int) -> None:
+    until = time.monotonic() + 100.0
+    while True:
+        ends = [e for e in events.read(Path(os.environ["SWIFT_EVENTS"])) if e["event"] == "rehearsal_end"]
+        if {e["rank"] for e in ends} == set(range(ranks)):
+            return
+        assert time.monotonic() < until, f"rehearsed: {ends}"
+        time.sleep(0.1)
 
 
 def clip(module: nn.Module, mesh: Any, stages: int) -> None:
