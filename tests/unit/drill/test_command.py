@@ -1,6 +1,7 @@
 """Flags to a checked configuration, and back to the command that repeats it."""
 
 import shlex
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from swift_ft import fault_grammar
 from swift_ft.errors import UsageError
 from swift_ft.lab.drill import command
 from swift_ft.lab.drill.command import parse
+from swift_ft.lab.drill.facts import until_stopped
 from swift_ft.lab.drill.options import DEFAULT_KILL
 
 SHRINK = "--stages 1 --replicas 4 --steps 12 --checkpoint-every 5 --microbatches 4 --strategy shrink"
@@ -204,3 +206,18 @@ def test_help_begins_with_what_it_does(capsys: pytest.CaptureFixture[str]) -> No
     assert first == command.DESCRIPTION
     for phase in fault_grammar.PHASES:
         assert any(phase in line for line in rest)
+
+
+def test_a_pipe_that_nobody_reads_is_left_to_whoever_called() -> None:
+    """It was an error of the environment: one line, and exit code 3."""
+
+    def unread() -> int:
+        raise BrokenPipeError
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        with pytest.raises(BrokenPipeError):
+            until_stopped("drill", unread)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

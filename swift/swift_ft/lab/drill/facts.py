@@ -139,6 +139,8 @@ def until_stopped(name: str, run: Callable[[], int]) -> int:
         tell(first)
         print("\n".join(rest), end="\n" if rest else "", file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:
+        raise  # for `end_quietly`
     except OSError as error:
         tell(f"{error.filename or f'the {name}'}: {error.strerror or error}")
         return ServiceError.exit_code
