@@ -67,13 +67,21 @@ def attempts(directory: Path) -> list[dict[str, Any]]:
     return sorted(lines, key=lambda line: (line["TORCHELASTIC_RESTART_COUNT"], line["RANK"]))
 
 
-@pytest.mark.parametrize(("script", "code", "processes"), [(MEETS, 0, 4), (FAILS, 1, 4)])
+@pytest.mark.parametrize(
+    ("script", "restarts", "code", "processes"),
+    [(MEETS, ["--max-restarts=1"], 0, 4), (MEETS, [], 1, 2), (FAILS, ["--max-restarts=1"], 1, 4)],
+)
 def test_a_script_without_a_session_ends_as_under_torchrun(
-    script: str, code: int, processes: int, tmp_path: Path, coordinator: ScriptedCoordinator
+    script: str,
+    restarts: list[str],
+    code: int,
+    processes: int,
+    tmp_path: Path,
+    coordinator: ScriptedCoordinator,
 ) -> None:
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "script.py").write_text(SCRIPT + script)
-    flags = ["--nproc-per-node=2", "--max-restarts=1"]
+    flags = ["--nproc-per-node=2", *restarts]
     theirs = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", *flags, "script.py"],
         cwd=tmp_path / "theirs",
@@ -94,9 +102,9 @@ def test_a_script_without_a_session_ends_as_under_torchrun(
     assert attempts(tmp_path / "ours") == attempts(tmp_path / "theirs")
     assert len(attempts(tmp_path / "ours")) == processes
     told = [line for line in said.splitlines() if line.startswith("swift: ")]
-    assert sum("job test is not protected: the script has no session" in line for line in told) == 1
-    assert sum(": all ranks are restarted (1 of 1)" in line for line in told) == 1
-    if code:
+    assert sum("job test is not protected: its script has begun no session" in line for line in told) == 1
+    assert sum(": all ranks are restarted (1 of 1)" in line for line in told) == len(restarts)
+    if script is FAILS:
         assert (
             told[-1] == "swift: rank 1: exit code 3: the job is stopped, after 1 restarts (--max-restarts 1)"
         )
@@ -160,6 +168,23 @@ def test_a_script_that_has_begun_a_session_is_not_restarted(
         assert len(list(tmp_path.glob("here.0.*"))) == 2
         assert len(list(tmp_path.glob("here.1.*"))) == 1
         assert not launch.events("restarted")
+    finally:
+        launch.close()
+
+
+def test_before_anybody_has_met_a_killed_rank_is_replaced_alone(
+    tmp_path: Path, coordinator: ScriptedCoordinator
+) -> None:
+    """It may have been about to begin a session."""
+    launch = Launch(tmp_path, coordinator.address, "--nproc-per-node=2", script=PLAIN_SCRIPT)
+    try:
+        ranks = [launch.rank(0), launch.rank(1)]
+        os.kill(ranks[1].pid, signal.SIGKILL)
+        assert launch.rank(1, 2).env["TORCHELASTIC_RESTART_COUNT"] == "0"
+        assert ranks[0].alive
+        launch.go(0)
+        launch.go(1)
+        assert launch.wait()[0] == 0
     finally:
         launch.close()
 

@@ -352,8 +352,8 @@ class Leaving:
 # A script without a session (`swift_ft.Session`, `swift_ft.Communicator`) is run as torchrun runs it.
 
 UNPROTECTED = (
-    "not protected: the script has no session, so a failure restarts all its ranks, as torchrun does (--max-restarts "
-    "{max_restarts}). Three lines change that: session = swift_ft.Session.from_env(); optimizer = "
+    "not protected: its script has begun no session, so a failure restarts all its ranks, as torchrun does "
+    "(--max-restarts {max_restarts}). Three lines change that: session = swift_ft.Session.from_env(); optimizer = "
     "session.optimizer(optimizer); session.run(train_step, num_steps=N) (docs/trainers.md)"
 )
 
@@ -598,7 +598,7 @@ class ReplacingAgent:
             return
         self._has_session = self._has_session or child.has_session
         why = self._memory_kills.words(child.pid) if child.exit_code == -signal.SIGKILL else ""
-        if child.exit_code and not self._is_protected:
+        if self._is_plain(child.exit_code):
             self._restart(f"rank {child.rank}: {describe_exit(child.exit_code, why)}")
             return
         self._attempts[local_rank] += 1
@@ -629,10 +629,21 @@ class ReplacingAgent:
     def _is_protected(self) -> bool:
         return self._has_session or self._view is not None
 
+    def _is_plain(self, exit_code: int) -> bool:
+        """Returns whether the end of a rank is treated as in torchrun. A session may not have begun yet; so a rank that
+        a signal has killed is replaced alone, if neither a store that is used nor --max-restarts says otherwise."""
+        if exit_code == 0 or self._is_protected:
+            return False
+        return exit_code > 0 or self._told_unprotected or self._settings.max_restarts is not None
+
     def _tell_unprotected(self) -> None:
         if not self._told_unprotected:
             self._told_unprotected = True
-            say(f"job {self._job.name} is {UNPROTECTED.format(max_restarts=self._settings.max_restarts)}")
+            say(
+                f"job {self._job.name} is {UNPROTECTED.format(max_restarts=self._settings.max_restarts or 0)}"
+            )
+            if self._together is not None:
+                self._together.used()
 
     def _look_after_unprotected(self) -> None:
         """Follows the other machines, as long as no session is known."""
@@ -642,7 +653,8 @@ class ReplacingAgent:
                 together.close()
                 self._together = None
             return
-        if not self._told_unprotected and self._machines.is_used:
+        is_used = together is not None and together.is_used
+        if not self._told_unprotected and (is_used or self._machines.is_used):
             self._tell_unprotected()
         if together is not None and together.failed:
             self._end({1}, f"{together.failed}: the job is stopped")
@@ -652,10 +664,11 @@ class ReplacingAgent:
     def _restart(self, reason: str) -> None:
         """Stops all ranks, and starts them again; else ends the job. `reason`: a rank of this machine has ended; empty:
         another machine restarts."""
-        self._tell_unprotected()
+        if reason:
+            self._tell_unprotected()
         ranks, self._ranks = list(self._ranks.values()), {}
         self._nursery.stop(ranks, self._grace_s, hurry=lambda: self._gate.pending)
-        together, most = self._together, self._settings.max_restarts
+        together, most = self._together, self._settings.max_restarts or 0
         if reason and self._restarts >= most and (together is None or together.round <= self._restarts):
             if together is not None:
                 together.fail(reason)
@@ -670,7 +683,9 @@ class ReplacingAgent:
             reason = self._restart_together(together, reason)
             if self.outcome is not None:
                 return
-        say(f"{reason}: all ranks are restarted ({self._restarts} of {most})")
+        if not self._is_protected:
+            self._tell_unprotected()
+            say(f"{reason}: all ranks are restarted ({self._restarts} of {most})")
         events.emit("restarted", count=self._restarts, reason=reason)
         self._done.clear()
         self._left.clear()

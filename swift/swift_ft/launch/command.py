@@ -246,7 +246,7 @@ def make_plan(argv: Sequence[str]) -> LaunchPlan:
         node_rank=args.node_rank or 0,
         timeout_s=timeout_s,
         replacements=REPLACEMENTS_DEFAULT if args.max_restarts is None else args.max_restarts,
-        max_restarts=args.max_restarts or 0,
+        max_restarts=args.max_restarts,
         monitor_interval=args.monitor_interval,
         local_addr=args.local_addr,
         signals=signals,

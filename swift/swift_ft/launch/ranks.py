@@ -52,8 +52,8 @@ class LaunchSettings:
     """Of the store for trainers."""
     replacements: int
     """How many dead ranks with a session are replaced."""
-    max_restarts: int
-    """How often all ranks of a script without a session are restarted, as in torchrun."""
+    max_restarts: int | None
+    """How often all ranks of a script without a session are restarted, as in torchrun; None: not given."""
     monitor_interval: float
     local_addr: str | None
     signals: list[signal.Signals]
@@ -175,7 +175,7 @@ def rank_env(
         "MASTER_ADDR": place.master_addr,
         "MASTER_PORT": str(place.master_port),
         "TORCHELASTIC_RESTART_COUNT": str(restarts),
-        "TORCHELASTIC_MAX_RESTARTS": str(machine.max_restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(machine.max_restarts or 0),
         "TORCHELASTIC_RUN_ID": machine.run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         # The session refuses other values where it uses NCCL.

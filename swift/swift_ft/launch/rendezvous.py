@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 # of the machines, and without that one no machine can join.
 
 LOOPBACK = "127.0.0.1"
+OWN_KEYS = "swift/"
+"""Prefix of the launchers' own keys (`swift_ft.launch.together`)."""
 
 
 def open_store(
@@ -53,6 +55,9 @@ def open_store(
 class Rendezvous(ABC):
     """How a machine gets its place."""
 
+    _store: "TCPStore | None" = None
+    """(the first machine) The store for trainers that want one."""
+
     @abstractmethod
     def next_rendezvous(self) -> MachinePlace:
         """Waits for a place, and returns it. Again when all ranks of a script without a session are restarted."""
@@ -64,8 +69,9 @@ class Rendezvous(ABC):
 
     @property
     def is_used(self) -> bool:
-        """Whether ranks are known to meet in the store, which a session does not need."""
-        return False
+        """Whether ranks meet in this machine's store, which a session does not need."""
+        keys = [] if self._store is None else self._store.list_keys()
+        return any(not key.startswith(OWN_KEYS) for key in keys)
 
     def leave(self) -> None:  # noqa: B027
         """Releases the place, at the end."""
@@ -83,15 +89,10 @@ class LoopbackRendezvous(Rendezvous):
         self._ranks = ranks
         self._timeout_s = timeout_s
         self._lost = lost
-        self._store: TCPStore | None = None
 
     @property
     def lost(self) -> str:
         return self._lost()
-
-    @property
-    def is_used(self) -> bool:
-        return self._store is not None and self._store.num_keys() > 0
 
     def next_rendezvous(self) -> MachinePlace:
         listener = socket.create_server((LOOPBACK, 0))
@@ -114,7 +115,6 @@ class PlacedRendezvous(Rendezvous):
         self._place = MachinePlace(
             number=node_rank, ranks_of=[ranks] * nodes, master_addr=address, master_port=port
         )
-        self._store: TCPStore | None = None
 
     def next_rendezvous(self) -> MachinePlace:
         if self._place.number == 0 and self._store is None:
@@ -180,8 +180,6 @@ class MetRendezvous(Rendezvous):
         self._say = say
         self._port = _reserve()
         self._machine = pb.Machine(address=address, port=self._port.getsockname()[1], ranks=ranks)
-        self._store: TCPStore | None = None
-        """Store of the first machine, for trainers that want one."""
         self._taken = pb.MeetReply()
         """The answer by which the ranks of this machine run."""
         self._newest = pb.MeetReply()

@@ -1,6 +1,6 @@
 """Several machines and a script without a session: their launchers restart all ranks together, as torchrun's agents do.
 
-They agree in the first machine's store, where the ranks of the first round meet too. Its keys are swift/NAME/ROUND.
+They agree in the first machine's store, where the ranks of the first round meet too. Their keys are swift/NAME/ROUND.
 
     (a launcher)      a rank has ended: ``ask`` for the next round
     (each launcher)   `round` is newer than its own: it stops its ranks, and says so (``stopped``)
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 LOOK_S = 0.2
+TAKE_OVER_S = 2.0
+"""Seconds for which a launcher in a lost machine's place waits for the coordinator, which may know of a session."""
 EXIT_S_MAX = 300.0
 """Seconds that a machine whose ranks have ended well waits for the others; torchrun's limit."""
 FAIL_S = 2.0
@@ -58,6 +60,8 @@ class Together:
         """A round whose ranks can begin, and the port of their store."""
         self.all_ended = False
         """The ranks of all machines have ended well."""
+        self.is_used = False
+        """Ranks meet in a store (``used``)."""
         self.failed = ""
         """Why the job has failed."""
         self.lost = ""
@@ -66,6 +70,10 @@ class Together:
         self._thread.start()
 
     # --- the main loop's thread ---
+
+    def used(self) -> None:
+        """Tells the others that ranks meet in the first machine's store, so that they have no session."""
+        self._wishes.put(lambda store: store.set("swift/used", ""))
 
     def ask(self, number: int, reason: str) -> None:
         """Asks for that round, unless another launcher has."""
@@ -105,7 +113,7 @@ class Together:
             store = open_store(
                 self._place.master_addr, self._place.master_port, timeout_s=self._timeout_s, is_first=False
             )
-            if self._begin(store, 0) > 1:
+            if self._begin(store, 0) > 1 and not self._closed.wait(TAKE_OVER_S):
                 self._take_over(store)
             while not self._closed.wait(LOOK_S):
                 while not self._wishes.empty():
@@ -132,6 +140,7 @@ class Together:
 
     def _look(self, store: "TCPStore") -> None:
         before = (self.round, self.store_port, self.all_ended, self.failed)
+        self.is_used = self.is_used or store.check(["swift/used"])
         while store.check([f"swift/round/{self.round + 1}"]):
             self.reason = store.get(f"swift/round/{self.round + 1}").decode()
             self.round += 1

@@ -36,7 +36,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_defaults() -> None:
     plan = make_plan([COORDINATOR, "train.py", "--lr", "1"])
     assert plan.meeting is Meeting.ALONE
-    assert (plan.spare_count, plan.config.replacements, plan.config.max_restarts) == (1, 100, 0)
+    assert (plan.spare_count, plan.config.replacements, plan.config.max_restarts) == (1, 100, None)
     assert plan.grace_s == 5.0
     assert (plan.job.script, plan.job.args, plan.job.module) == ("train.py", ["--lr", "1"], False)
     assert NAME_PATTERN.fullmatch(plan.job.name)

@@ -39,6 +39,7 @@ class Machines:
 @pytest.fixture
 def machines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machines]:
     monkeypatch.setattr(together, "LOOK_S", 0.01)
+    monkeypatch.setattr(together, "TAKE_OVER_S", 0.01)
     world = Machines()
     yield world
     for launcher in world.there:
