@@ -9,9 +9,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".frameworks"
 PINS: dict[str, tuple[str, ...]] = {
-    "loaders": ("torchdata==0.11.0", "datasets==4.7.0"),
+    "loaders": ("torchdata==0.11.0", "datasets==4.7.0", "torchtitan==0.3.0"),
 }
-"""framework → packages; the first one's version is told in the table"""
+"""framework → packages"""
 _INSTALL_LIMIT_S = 1800.0
 
 

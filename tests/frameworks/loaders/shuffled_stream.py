@@ -4,7 +4,6 @@
 # worlds: 1
 # steps: 17
 # patience: 300
-# packages: datasets
 
 import torch
 from datasets import Dataset

@@ -4,7 +4,6 @@
 # worlds: 1, 2
 # steps: 17
 # patience: 300
-# packages: torchdata, datasets
 
 import torch
 from datasets import Dataset
