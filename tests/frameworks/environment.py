@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".frameworks"
 PINS: dict[str, tuple[str, ...]] = {
     "loaders": ("torchdata==0.11.0", "datasets==4.7.0", "torchtitan==0.3.0"),
+    "lightning": ("lightning==2.6.6",),
 }
 """framework → packages"""
 _INSTALL_LIMIT_S = 1800.0

@@ -398,6 +398,8 @@ class _Base(NamedTuple):
     epochs: Mapping[str, int]
     snapshots: tuple[_Snapshot, ...]
     """The first one is of the iteration's beginning."""
+    generators: Mapping[str, torch.Tensor]
+    """States of the loader's and its samplers' own generators then: torchdata's go on over iterations."""
 
 
 class RegisteredLoader:
@@ -422,6 +424,8 @@ class RegisteredLoader:
         """Epochs of samplers and datasets (`set_epoch`) when the iteration began."""
         self._inner: Iterator[Any] | None = None
         self._broken = False
+        self._passed: _Base | None = None
+        """(while it goes to a place) Of the iteration that began last on the way."""
         self._handed: weakref.ref[_Handed] | None = None
         """The trainer's iterator of this iteration."""
         self._continues = False
@@ -537,7 +541,8 @@ class RegisteredLoader:
             own = self._first = self._own() if self._first is None else self._first
         else:
             own = {} if iteration > 1 and hasattr(self.loader, "state_dict") else self._own()
-        return _Base(iteration, {}, (_Snapshot(0, own, []),))
+        generators = {path: generator.get_state() for path, generator in self._generators()}
+        return _Base(iteration, {}, (_Snapshot(0, own, []),), generators)
 
     def _own(self) -> Any:
         """Returns a copy of the loader's state, None if it has none."""
@@ -555,12 +560,21 @@ class RegisteredLoader:
 
     def _counters(self) -> Iterator[tuple[str, Any]]:
         """Yields what has `set_epoch` and `epoch`: the loader, its samplers and its dataset."""
+        for path, thing in self._parts():
+            if callable(getattr(thing, "set_epoch", None)) and isinstance(getattr(thing, "epoch", None), int):
+                yield path, thing
+
+    def _generators(self) -> Iterator[tuple[str, torch.Generator]]:
+        for path, thing in self._parts():
+            if isinstance(generator := getattr(thing, "generator", None), torch.Generator):
+                yield path, generator
+
+    def _parts(self) -> Iterator[tuple[str, Any]]:
         for path in ("", "sampler", "batch_sampler", "batch_sampler.sampler", "dataset"):
             thing = self.loader
             for name in filter(None, path.split(".")):
                 thing = getattr(thing, name, None)
-            if callable(getattr(thing, "set_epoch", None)) and isinstance(getattr(thing, "epoch", None), int):
-                yield path, thing
+            yield path, thing
 
     def _set_epochs(self, epochs: Mapping[str, int]) -> None:
         for path, thing in self._counters():
@@ -628,7 +642,7 @@ class RegisteredLoader:
                 snapshots = tuple(
                     _Snapshot(given, own, list(following)) for given, own, following in base["snapshots"]
                 )
-                return _Base(base["iteration"], base["epochs"], snapshots)
+                return _Base(base["iteration"], base["epochs"], snapshots, base["generators"])
         base = self._base or self._base_at(1)
         if base.iteration > max(1, at.iteration):
             raise ServiceError("no checkpoint of this rank has an earlier state of the loader")
@@ -638,7 +652,7 @@ class RegisteredLoader:
         """Draws from the base to this place."""
         assert self._base is not None, "a checkpoint comes before the first step"
         self._again.clear()
-        self._since, self._broken = [], False
+        self._since, self._broken, self._passed = [], False, None
         base = self._base
         on_the_way = base.snapshots[1:] if base.iteration == at.iteration else ()
         on_the_way = tuple(each for each in on_the_way if each.following and each.given < at.given)
@@ -651,15 +665,20 @@ class RegisteredLoader:
                 "follow from the number of the epoch (a generator that is seeded by it, a sampler with set_epoch)"
             )
         self._epochs = epochs
-        self._base = base._replace(snapshots=(base.snapshots[0], *on_the_way))
+        if base.iteration == max(1, at.iteration):
+            self._base = base._replace(snapshots=(base.snapshots[0], *on_the_way))
+        else:
+            self._base = (self._passed or self._base_at(at.iteration))._replace(epochs=epochs)
 
     def _reaches(self, at: Place, epochs: dict[str, int], given: int, own: Any, following: list[str]) -> bool:
         assert self._base is not None
         first = self._base.iteration
         if own is not None:
             self.loader.load_state_dict(copy.deepcopy(own))
-        elif at.iteration:
-            first = at.iteration  # without a state an iteration follows from its number alone
+        elif at.iteration and not self._base.generators:
+            first = at.iteration  # such an iteration follows from its number alone
+        for path, generator in self._generators() if not given else ():
+            generator.set_state(self._base.generators[path])
         self._at, self._inner = Place(min(first, at.iteration), given), None
         self._set_epochs(epochs if first == at.iteration else self._base.epochs)
         if not at.iteration:
@@ -669,6 +688,7 @@ class RegisteredLoader:
             while self._draw() is not _ENDED:
                 pass
             self._set_epochs(epochs)
+            self._passed = self._base_at(self._at.iteration + 1)
             self._next_iteration()
         for told in following[: at.given - given] if self._base.iteration == at.iteration else ():
             if (batch := self._draw()) is _ENDED or _told(batch) != told:

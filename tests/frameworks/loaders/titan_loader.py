@@ -57,7 +57,9 @@ with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as
     def train_step(step: int) -> None:
         batches = [next(stream) for stream in streams]
         x = torch.cat([inputs["input"] for inputs, _ in batches])
-        loss = nn.functional.cross_entropy(model(x).flatten(0, 1), torch.cat([y for _, y in batches]).flatten())
+        loss = nn.functional.cross_entropy(
+            model(x).flatten(0, 1), torch.cat([y for _, y in batches]).flatten()
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -179,6 +179,9 @@ class Trainer:
 LOADERS: dict[str, Callable[[int], Any]] = {
     "plain": lambda _: DataLoader(Noisy(), batch_size=4, shuffle=True),
     "sampler": lambda rank: DataLoader(Noisy(), batch_size=2, sampler=DistributedSampler(Noisy(), 2, rank)),
+    "generator": lambda rank: DataLoader(
+        Noisy(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(rank)
+    ),
     "stateful": lambda _: Stateful(Noisy(), batch_size=4, shuffle=True),
     "stream": lambda rank: Stateful(Documents(rank), batch_size=1),
     "dataset": Documents,
@@ -228,7 +231,15 @@ def test_a_copy_of_a_replica_goes_on_with_batches_of_its_own(kind: str, base: in
     joiner = Trainer(LOADERS[kind], dp_rank=1)
     joiner.state.checkpoints = lambda: iter(checkpoints)
     joiner.load(source.state.shared_dict())
-    assert all(map(torch.equal, joiner.run(14 - at), twin[2 * at :]))
+    assert all(map(torch.equal, joiner.run(1), twin[2 * at :]))
+    state = saved(joiner)
+    assert all(map(torch.equal, joiner.run(1), twin[2 * at + 2 :]))
+    later = saved(joiner)
+    assert all(map(torch.equal, joiner.run(12 - at), twin[2 * at + 4 :]))
+    for passed, checkpoint in ((1, state), (2, later)):
+        other = Trainer(LOADERS[kind], dp_rank=1)
+        other.load(checkpoint)
+        assert all(map(torch.equal, other.run(2), twin[2 * (at + passed) :])), "from a checkpoint since"
 
 
 def test_what_workers_draw_is_drawn_again() -> None:

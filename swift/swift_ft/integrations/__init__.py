@@ -1,0 +1,4 @@
+"""Sessions for other people's frameworks, each in a module that imports its framework.
+
+lightning  a strategy for `lightning.pytorch.Trainer`
+"""
