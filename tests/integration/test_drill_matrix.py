@@ -37,3 +37,28 @@ def test_any_corrupt_stream_is_noticed(rank: int, stream: str, twins: Twins, tmp
     report = passed(drill(*kills(*specs), twins=twins, at=tmp_path))
     assert report["exact"] is False
     assert stream in report["reason"]
+
+
+SHAPES = [(2, 1, 1, 2), (2, 2, 1, 2), (2, 1, 2, 1), (2, 2, 2, 1), (1, 2, 2, 2), (4, 1, 1, 2)]
+"""(pipeline, replicas, shards, tensor)"""
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "reduce", "optimizer"])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
+def test_stages_of_several_ranks(
+    shape: tuple[int, int, int, int], phase: str, twins: Twins, tmp_path: Path
+) -> None:
+    pipeline, replicas, shards, tensor = shape
+    if phase == "reduce" and replicas * shards == 1:
+        pytest.skip("nothing is reduced over data-parallel ranks")
+    sizes = {"stages": pipeline, "replicas": replicas, "shards": shards, "tensor-parallel": tensor}
+    words = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
+    where = ",microbatch=2" if phase in ("forward", "backward") else ""
+    last = pipeline * replicas * shards * tensor - 1
+    report = passed(
+        drill(*words, *kills(f"rank={last},step=8{where},phase={phase}"), twins=twins, at=tmp_path)
+    )
+    assert report["exact"] is True
+    ways = {int(rank): each["strategy"] for rank, each in report["recoveries"][0]["ranks"].items()}
+    replayed = range(last + 1 - shards * tensor, last + 1) if replicas == 1 else ()
+    assert [rank for rank, way in ways.items() if way == "replay"] == list(replayed)

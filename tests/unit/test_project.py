@@ -195,6 +195,8 @@ def test_no_bytes_become_objects(path: Path) -> None:
     if path.relative_to(ROOT) == READS_DCP:
         allowed = {"pickle", "pickle._Unpickler", "pickle._Unpickler.dispatch", "pickle.BUILD"}
         allowed |= {"pickle.UnpicklingError", "torch.load", "torch.save"}
+    if path.relative_to(ROOT) == Path("swift/swift_ft/torch_private.py"):  # replaced by one that carries JSON
+        allowed = {"dist.broadcast_object_list", "_c10d.broadcast_object_list"}
     if path.relative_to(ROOT) == COMPARES_FORMATS:
         allowed = {"torch.load", "torch.save"}
         assert all(told in path.read_text() for told in ("weights_only=True", "allow_pickle=False"))

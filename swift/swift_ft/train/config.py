@@ -294,6 +294,13 @@ class SessionConfig:
             object.__setattr__(self, "groups", str(RecoveryGroups.parse(self.groups)))
         except ValueError as error:
             raise UsageError(str(error)) from None
+        if self.tensor_parallel > 1:
+            for name, value in (("updates", "wait_free"), ("staggered", True)):
+                if getattr(self, name) == value:
+                    raise UsageError(
+                        f"{name}={value!r} with tensor_parallel={self.tensor_parallel}: gradients of layers that are "
+                        "split over ranks are complete only when a backward has ended; leave it out"
+                    )
         if self.updates == "wait_free" and self.replicas * self.shards == 1:
             raise UsageError(
                 "updates='wait_free' needs replicas: without them nothing is reduced; leave it out"

@@ -261,11 +261,11 @@ def test_a_microbatch_in_a_phase_that_comes_once_a_step_has_no_meaning() -> None
 def test_every_dp_rank_has_every_stage_once(schedule: str) -> None:
     shape = topology(schedule=schedule, pipeline_ranks=2, replicas=3)
     assert shape.ranks == 6
-    assert [(shape.pipeline_rank(r), shape.dp_rank(r)) for r in range(6)] == [
+    assert [(shape.pipeline_rank(r), shape.place(r)) for r in range(6)] == [
         (pipeline_rank, dp_rank) for pipeline_rank in range(2) for dp_rank in range(3)
     ]
     for dp_rank in range(3):
-        ranks = [rank for rank in range(6) if shape.dp_rank(rank) == dp_rank]
+        ranks = [rank for rank in range(6) if shape.place(rank) == dp_rank]
         assert sorted(stage for rank in ranks for stage in shape.stages_of(rank)) == list(range(shape.stages))
     assert shape.replicas_of(4) == (3, 4, 5)
     assert len({shape.stages_of(rank) for rank in shape.replicas_of(4)}) == 1

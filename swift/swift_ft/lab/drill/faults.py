@@ -140,7 +140,7 @@ def _phases_of(asked: "DrillConfig") -> list[str]:
     """Returns the phases in which a rank can be killed here."""
     alone, snapshots = asked.topology.replicas == 1, asked.strategy == SNAPSHOT
     absent = {
-        "reduce": alone,
+        "reduce": alone and asked.topology.shards == 1,
         "finish": alone,
         "update": alone or asked.updates != "wait_free",
         "weights": asked.topology.schedule not in SPLITTING,
@@ -232,5 +232,5 @@ def all_get_there(group: Sequence[Fault], topology: Topology) -> bool:
     """
     ranks = [fault.rank for fault in group if isinstance(fault, RankFault)]
     phases = {fault.phase for fault in group if isinstance(fault, RankFault)}
-    apart = len({topology.dp_rank(rank) for rank in ranks}) == len(ranks)
+    apart = len({topology.place(rank) // topology.parts for rank in ranks}) == len(ranks)
     return phases == {"idle"} or (apart and phases <= {"forward", "backward", "idle"})

@@ -37,7 +37,7 @@ def build(facts: Facts) -> dict[str, Any]:
         loss.losses(facts.events),
         facts.evidence.twin_losses,
         facts.asked.topology.steps,
-        facts.asked.topology.replicas,
+        facts.asked.topology.replicas * facts.asked.topology.shards,
         vacancies=facts.asked.shrinks,
     )
     survivors = timeline.survivors_kept(facts.events, facts.asked.topology.ranks)

@@ -1,6 +1,7 @@
 """The report's part on data parallelism: copies, and undone and rolled-forward updates."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from swift_ft.fault_grammar import CorruptCopyFault
@@ -29,8 +30,9 @@ def _agree_check(facts: Facts) -> Check:
     answers: list[bool | None] = []
     wrong = []
     for comparison in facts.comparisons:
-        for first in range(0, facts.asked.topology.ranks, facts.asked.topology.replicas):
-            ranks = [r for r in facts.asked.topology.replicas_of(first) if str(r) in comparison.ranks]
+        shape = facts.asked.topology
+        for replicas in chain.from_iterable(map(shape.states_of, range(shape.pipeline_ranks))):
+            ranks = [r for r in replicas if str(r) in comparison.ranks]
             held = [comparison.ranks[str(rank)]["recovered"] for rank in ranks]
             answer = _same(held)
             answers.append(answer)
@@ -87,8 +89,8 @@ def _is_lost_with_others(facts: Facts, rank: int, recovery: Recovery) -> bool:
     """Returns whether some stage of this rank's recovery group has no living replica."""
     shape, groups = facts.asked.topology, facts.asked.groups
     stages = {other for own in shape.stages_of(rank) for other in groups.stages(own)}
-    first_ranks = [shape.pipeline_rank_of(stage) * shape.replicas for stage in stages]
-    return any(set(shape.replicas_of(first)) <= recovery.victims for first in first_ranks)
+    states = chain.from_iterable(shape.states_of(shape.pipeline_rank_of(stage)) for stage in stages)
+    return any(set(replicas) <= recovery.victims for replicas in states)
 
 
 def _living_check(facts: Facts) -> Check:

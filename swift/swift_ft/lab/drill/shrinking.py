@@ -115,7 +115,7 @@ def _nobody_left(config: "DrillConfig", rerouted: bool) -> str:
     if rerouted:
         whole = any(set(shape.replicas_of(rank)) <= lost for rank in lost)
         return "every replica of a stage is killed; leave one" if whole else ""
-    lacking = {shape.dp_rank(rank) for rank in lost}
+    lacking = {shape.place(rank) for rank in lost}
     return "every pipeline loses a rank; leave one whole" if len(lacking) == shape.replicas else ""
 
 

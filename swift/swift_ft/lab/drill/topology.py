@@ -1,7 +1,7 @@
 """The drill's mesh of ranks, its placement of stages, and the limits that schedules set.
 
-Ranks are a mesh (pipeline rank, data-parallel rank), numbered as torch's device mesh numbers it: rank = pipeline rank *
-replicas + dp_rank. Ranks with the same pipeline rank are replicas of each other.
+Ranks are a mesh (pipeline rank, replica, shard, tensor rank), numbered as torch's device mesh numbers it. Ranks that
+differ in the replica alone hold the same state. A rank's *place* is its number among those of its stages.
 
 1F1B and GPipe have one stage on each of P pipeline ranks. Looped schedules put stages k and k + P on pipeline rank k. V
 schedules fold the stages: pipeline rank k has k and 2P - 1 - k, and the last one holds two neighbours.
@@ -76,6 +76,8 @@ class Topology:
     pipeline_ranks: int = of_both(4, "ranks in a pipeline", "P", flag="--stages")
     replicas: int = of_both(1, "replicas of every stage", "D")
     """Number of parallel pipelines; each has its own batches."""
+    shards: int = of_both(1, "ranks that share one replica of a stage (FSDP2)", "S")
+    tensor_parallel: int = of_both(1, "ranks that compute a stage's layers together", "T")
     steps: int = of_both(30, "optimizer steps", "N")
     microbatches: int = of_both(8, "microbatches per step and replica", "M")
     schedule: str = of_both("1f1b", known=tuple(SCHEDULES))
@@ -93,11 +95,17 @@ class Topology:
                 yield f"{each.name} must be at least 1, not {getattr(self, each.attribute)}"
         ranks, schedule, microbatches = self.pipeline_ranks, self.schedule, self.microbatches
         if self.ranks > RANKS_MAX:
+            parts = [
+                ("replicas", self.replicas),
+                ("shards", self.shards),
+                ("tensor-parallel", self.tensor_parallel),
+            ]
+            words = " ".join(f"--{name} {size}" for name, size in parts if size > 1)
             yield (
-                f"--stages {ranks} with --replicas {self.replicas} is {self.ranks} ranks: "
+                f"--stages {ranks} with {words} is {self.ranks} ranks: "
                 f"a drill runs all of them on this machine, and takes at most {RANKS_MAX}"
             )
-        if ranks == 1 and self.replicas == 1:
+        if self.ranks == 1:
             yield "--stages must be at least 2, or 1 with --replicas 2 or more"
         if ranks == 1 and self.stages_per_rank > 1:
             yield f"--schedule {schedule} needs --stages 2 or more; with 1, use 1f1b or gpipe"
@@ -114,18 +122,33 @@ class Topology:
     @property
     def ranks(self) -> int:
         """Returns the number of ranks."""
-        return self.pipeline_ranks * self.replicas
+        return self.pipeline_ranks * self.places
+
+    @property
+    def parts(self) -> int:
+        """Returns the number of ranks that hold one replica of a stage."""
+        return self.shards * self.tensor_parallel
+
+    @property
+    def places(self) -> int:
+        """Returns the number of ranks with the same stages."""
+        return self.replicas * self.parts
 
     def pipeline_rank(self, rank: int) -> int:
-        return rank // self.replicas
+        return rank // self.places
 
-    def dp_rank(self, rank: int) -> int:
-        return rank % self.replicas
+    def place(self, rank: int) -> int:
+        return rank % self.places
 
     def replicas_of(self, rank: int) -> tuple[int, ...]:
-        """Returns the ranks with the same stages, including this one."""
-        first = rank - self.dp_rank(rank)
-        return tuple(range(first, first + self.replicas))
+        """Returns the ranks with the same state, including this one."""
+        first = rank - self.place(rank) + self.place(rank) % self.parts
+        return tuple(range(first, first + self.places, self.parts))
+
+    def states_of(self, pipeline_rank: int) -> tuple[tuple[int, ...], ...]:
+        """Returns the replicas of each part of the state of that pipeline rank."""
+        first = pipeline_rank * self.places
+        return tuple(self.replicas_of(first + part) for part in range(self.parts))
 
     @property
     def stages_per_rank(self) -> int:
@@ -157,11 +180,11 @@ class Topology:
         compares their digests with the logged ones.
         """
         received: list[str] = []
-        dp_rank = self.dp_rank(rank)
+        place = self.place(rank)
         for stage in sorted({other for own in self.stages_of(rank) for other in groups.stages(own)}):
             for neighbour, kind in ((stage - 1, "F"), (stage + 1, "B")):
                 if self.is_logged(neighbour, stage, groups):
-                    received.append(record.boundary(neighbour, kind, dp_rank, self.replicas))
+                    received.append(record.boundary(neighbour, kind, place, self.places))
         return tuple(received)
 
     def is_logged(self, source: int, destination: int, groups: RecoveryGroups) -> bool:

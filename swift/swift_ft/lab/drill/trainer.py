@@ -10,7 +10,9 @@ import time
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import schedules
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 import swift_ft
@@ -47,6 +49,19 @@ def make_scheduler(optimizer: torch.optim.Optimizer, steps: int) -> SequentialLR
     return SequentialLR(optimizer, parts, [warm_up])
 
 
+def divide(module: Any, session: swift_ft.Session) -> None:
+    """Splits the MLPs of a stage over the tensor-parallel ranks, and shards its blocks and the rest."""
+    if session.tp_size > 1:
+        for block in module.blocks:
+            parallelize_module(
+                block, session.mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            )
+    if session.dp_size > session.replicas:
+        names = ("replicate", "shard") if session.replicas > 1 else ("shard",)
+        for part in (*module.blocks, module):
+            fully_shard(part, mesh=session.mesh[names])
+
+
 LOG_QUEUE_BYTES = 32 << 20
 """Capacity of the log queue: many times the bytes that a step of these models logs. The default is for larger models,
 and every rank's queue takes memory."""
@@ -77,6 +92,8 @@ def main(argv: list[str] | None = None) -> None:
         snapshot_every=args.snapshot_every,
         groups=str(args.groups),
         replicas=args.replicas,
+        shards=args.shards,
+        tensor_parallel=args.tensor_parallel,
         updates=args.updates,
         undo=args.undo,
         reduction=args.reduction,
@@ -85,10 +102,12 @@ def main(argv: list[str] | None = None) -> None:
         helpers=args.helpers,
         last_checkpoint=False,  # no later run resumes from it
     ) as session:
-        indices, num_stages = topology.stages_of(session.pipeline_rank * args.replicas), topology.stages
+        indices, num_stages = topology.stages_of(session.rank), topology.stages
         modules: list[torch.nn.Module] = [
             make_stage(config, i, num_stages, args.seed).to(args.device) for i in indices
         ]
+        for module in modules:
+            divide(module, session)
         parameters = [p for module in modules for p in module.parameters()]
         if args.data_parallel == "ddp":
             modules = [session.ddp(module) for module in modules]
