@@ -63,7 +63,7 @@ async def test_after_an_error_a_job_goes_on_from_what_is_durable(logs: FakeLogs,
     assert await state_of(driver) == "RUNNING"
     assert (
         encode(driver._jobs["j"].row).items()
-        == {k: v.value for k, v in store.rows.items() if "/j/" in k}.items()
+        == {k: v.value for k, v in store.rows.items() if "/j/" in k and not k.startswith("history/")}.items()
     )
     assert driver._jobs["other"] is before
     await driver.apply("j", DEATH)  # said again
