@@ -4,9 +4,12 @@ Each function checks for a feature, never for a version: a later torch either wo
 names that it lacks.
 """
 
+import inspect
 import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -374,6 +377,40 @@ def sharded_by_fsdp(module: torch.nn.Module) -> set[torch.nn.Parameter]:
     }
 
 
+_STATE_HOOKS = (
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+@contextmanager
+def without_hooks_of_authors(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Lets `state_dict` and `load_state_dict` of the module call no hooks but torch's own (FSDP2's, say) for the
+    duration. Other hooks give the state the form of a file: they copy, rename, and gather from other ranks."""
+    taken: list[tuple[torch.nn.Module, str, Any]] = []
+    for part in module.modules():
+        for name in _STATE_HOOKS:
+            hooks = vars(part).get(name) or {}
+            if any(not _is_of_torch(hook) for hook in hooks.values()):
+                taken.append((part, name, hooks))
+                kept = ((key, hook) for key, hook in hooks.items() if _is_of_torch(hook))
+                vars(part)[name] = OrderedDict(kept)
+    try:
+        yield module
+    finally:
+        for part, name, hooks in taken:
+            vars(part)[name] = hooks
+
+
+def _is_of_torch(hook: Any) -> bool:
+    hook = getattr(hook, "hook", hook)  # it is wrapped with its module
+    hook = getattr(hook, "func", hook)
+    module = getattr(hook, "__module__", None) or type(hook).__module__
+    return bool(module.partition(".")[0] == "torch")
+
+
 def keep_reference(module: DistributedDataParallel) -> None:
     """Keeps DDP's weak reference to itself from being cleared in the middle of a step.
 
@@ -462,6 +499,36 @@ def around_calls(schedule: Any, around: Any) -> None:
             return inner(*args, **kwargs)
 
     schedule._step_microbatches = step_microbatches
+
+
+def take_microbatches(schedule: Any) -> None:
+    """Lets ``schedule.step`` take a batch that is split already: ``arg_mbs``, ``kwarg_mbs`` and ``target_mbs``, a list
+    with an entry for each microbatch. torchtitan calls it so; torch has these arguments from 2.14 on."""
+    whole = schedule.step
+    if "arg_mbs" in inspect.signature(whole).parameters:
+        return
+
+    def step(
+        *args: Any,
+        arg_mbs: list[Any] | None = None,
+        kwarg_mbs: list[Any] | None = None,
+        target_mbs: list[Any] | None = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        more = {"losses": losses, "return_outputs": return_outputs, "loss_kwargs": loss_kwargs}
+        if arg_mbs is None and kwarg_mbs is None and target_mbs is None:
+            return whole(*args, **more, **kwargs)
+        for stage in schedule_stages(schedule):
+            stage.has_backward = schedule._has_backward
+            stage.clear_runtime_states()
+        count = schedule_microbatches(schedule)
+        schedule._step_microbatches(arg_mbs or [()] * count, kwarg_mbs or [{}] * count, target_mbs, **more)
+        return None
+
+    schedule.step = step
 
 
 def knows_shapes(schedule: Any) -> bool:

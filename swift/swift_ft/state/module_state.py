@@ -637,6 +637,12 @@ def _keep_shared(optimizer: torch.optim.Optimizer, state: Any, groups: list[dict
             each.param_groups = groups
 
 
+def state_of_module(module: torch.nn.Module) -> dict[str, Any]:
+    """Returns the module's `state_dict` as `load_module` takes it: what the module holds, under its own names."""
+    with torch_private.without_hooks_of_authors(module):
+        return module.state_dict()
+
+
 def load_module(module: torch.nn.Module, saved: dict[str, Any], begun: Collection[str] | None = None) -> None:
     """Loads a module's state. Raises ServiceError if its parameters differ. `begun`: buffers at the process's start."""
     _make_buffers(module, saved, begun)
@@ -645,7 +651,8 @@ def load_module(module: torch.nn.Module, saved: dict[str, Any], begun: Collectio
         if isinstance(value, torch.Tensor) and value.dtype != parameter.dtype:  # torch would cast the value
             raise ServiceError(f"{name} is {value.dtype} in the state, and {parameter.dtype} in this process")
     try:
-        module.load_state_dict(saved)
+        with torch_private.without_hooks_of_authors(module):
+            module.load_state_dict(saved)
     except RuntimeError as error:
         raise ServiceError(" ".join(str(error).split())) from error
     own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
@@ -661,7 +668,7 @@ def load_module(module: torch.nn.Module, saved: dict[str, Any], begun: Collectio
 def _make_buffers(module: torch.nn.Module, saved: dict[str, Any], begun: Collection[str] | None) -> None:
     """Creates the saved buffers that are missing and removes those that are not saved: a forward may create buffers.
     Gives the others the saved dtype and shape."""
-    own = module.state_dict()
+    own = state_of_module(module)
     for name, buffer in list(module.named_buffers()):
         value = saved.get(name)
         if type(value) is type(buffer) is torch.Tensor and _form(value) != _form(buffer):

@@ -282,11 +282,13 @@ class Session:
     def adopt(self, stage: Any) -> Any:
         """Turns an existing stage (for example one that `pipeline().build_stage` has built) into a logged one, and
         returns it. Raises UsageError for a wrong group, or a stage that is logged already."""
-        if stage.group is None and self._assignment.dp_size == 1:
-            stage.group = self.groups["pipeline"]
-        if stage.group is not self.groups["pipeline"]:
+        pipeline = self.groups["pipeline"]
+        same = getattr(stage.group, "ranks", None) == pipeline.ranks  # a group of the trainer's own
+        if same or (stage.group is None and self._assignment.dp_size == 1):
+            stage.group = pipeline
+        if stage.group is not pipeline:
             raise UsageError(
-                "the stage communicates over a group that is not rebuilt after a failure; "
+                "the stage communicates over a group that is not rebuilt after a failure, or not over its pipeline; "
                 'build it with group=session.groups["pipeline"]'
             )
         self._add(adopt(stage, self._channel, self._updates))

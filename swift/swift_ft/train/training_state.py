@@ -30,6 +30,7 @@ from swift_ft.state.module_state import (
     load_optimizer,
     naming,
     put_into,
+    state_of_module,
     states_of,
 )
 from swift_ft.state.rng import Randomness, kept, seed_all
@@ -650,7 +651,7 @@ class TrainerState:
     def _halves(self) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
         """Yields each stage's name, and its parameters and its buffers, as they are in states."""
         for key, stage in self.keyed().items():
-            tensors, _ = fsdp.localized(stage.submod.state_dict())
+            tensors, _ = fsdp.localized(state_of_module(stage.submod))
             names = {name for name, _ in stage.submod.named_parameters(remove_duplicate=False)}
             parameters = {name: tensor for name, tensor in tensors.items() if name in names}
             yield key, parameters, {name: tensor for name, tensor in tensors.items() if name not in names}
@@ -664,7 +665,7 @@ class TrainerState:
         `whole`: with this rank's own states of data loaders."""
         state = {
             "version": self.version,
-            "stages": {key: stage.submod.state_dict() for key, stage in self.keyed().items()},
+            "stages": {key: state_of_module(stage.submod) for key, stage in self.keyed().items()},
             "optimizers": states_of(self.optimizers),
             "groups": groups_by_name(self._named_parameters(sharded_too=True), self.optimizers),
             "begun": self._begun,

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -91,7 +91,11 @@ def main() -> None:
             fully_shard(block, mesh=mesh[dims])
         fully_shard(module, mesh=mesh[dims])
     last = index == stages - 1
-    stage = session.pipeline_stage(module, index, stages)
+    if own is not None and stages > 1:
+        over = own.get_group("pipeline")
+        stage = session.adopt(PipelineStage(module, index, stages, torch.device("cpu"), group=over))
+    else:
+        stage = session.pipeline_stage(module, index, stages)
     schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=nn.functional.mse_loss)
     optimizer = session.optimizer(torch.optim.AdamW(module.parameters(), lr=0.02))
     session.register(schedule=schedule)
