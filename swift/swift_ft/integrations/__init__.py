@@ -1,4 +1,5 @@
 """Sessions for other people's frameworks, each in a module that imports its framework.
 
-lightning  a strategy for `lightning.pytorch.Trainer`
+lightning   a strategy for `lightning.pytorch.Trainer`
+torchtitan  a subclass of its trainer
 """

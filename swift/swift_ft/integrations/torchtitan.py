@@ -1,0 +1,110 @@
+"""torchtitan's trainer under a session: ``SwiftTrainer(config).train()`` in the place of ``config.build().train()``.
+
+torchtitan's parallelism becomes the session's: a pipeline rank is a stage, ``dp_replicate`` are replicas, ``fsdp``
+(``dp_shard`` × ``cp``) are shards, ``tp`` computes one batch together. Ranks are numbered alike.
+
+torchtitan's own checkpoints are off (``--checkpoint.no-enable``): the session saves what they save. The data must not
+end before the last step.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torchtitan.distributed import ParallelDims
+from torchtitan.trainer import Trainer
+
+from swift_ft import Session, torch_private
+from swift_ft.errors import UsageError
+
+
+class Batches:
+    """The trainer's batches; its state is how many were drawn.
+
+    The states of torchtitan's loaders differ between data-parallel ranks, and a position does not. So a process that
+    takes a lost rank's place reads its data from the beginning. Others go back to a state of their own loader.
+    """
+
+    def __init__(self, loader: Any, begin: Callable[[Any], Iterator[Any]]) -> None:
+        self._loader, self._begin = loader, begin
+        self._places = {0: loader.state_dict()}
+        self._drawn = 0
+        self._iterator = begin(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self._iterator)
+        self._drawn += 1
+        return batch
+
+    def state_dict(self) -> dict[str, int]:
+        self._places[self._drawn] = self._loader.state_dict()
+        for place in sorted(self._places)[1:-4]:
+            del self._places[place]
+        return {"drawn": self._drawn}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if state["drawn"] == self._drawn:
+            return
+        self._drawn = max(place for place in self._places if place <= state["drawn"])
+        self._loader.load_state_dict(self._places[self._drawn])
+        self._iterator = self._begin(self._loader)  # a generator cannot go back
+        while self._drawn < state["drawn"]:
+            next(self)
+
+
+class SwiftTrainer(Trainer):  # type: ignore[misc]  # typed only where torchtitan is installed
+    """torchtitan's trainer, whose job survives the loss of ranks."""
+
+    def __init__(self, config: Any, **settings: Any) -> None:
+        """`config`: torchtitan's. `settings`: see `swift_ft.Session.from_env`."""
+        if config.checkpoint.enable:
+            raise UsageError("torchtitan's own checkpoints are off under a session: --checkpoint.no-enable")
+        self._settings = settings
+        super().__init__(config)
+        session, schedule = self.session, getattr(self, "pp_schedule", None)
+        if schedule is None:
+            for part in self.model_parts:
+                session.module(part)
+        else:
+            for stage in torch_private.schedule_stages(schedule):
+                session.adopt(stage)
+            session.register(schedule=schedule)
+            torch_private.take_microbatches(schedule)
+        for optimizer in self.optimizers:  # the container is an optimizer as well, of the same parameters
+            session.optimizer(optimizer)
+        self._batches = Batches(self.dataloader, self.batch_generator)
+        session.register(loader=self._batches, trainer=self, lr_schedulers=self.lr_schedulers)
+        self._told, self.metrics_processor.log = self.metrics_processor.log, self._log
+
+    def init_distributed(self) -> ParallelDims:
+        """(torchtitan, first of all) Makes the session, and with it the default group."""
+        dims = ParallelDims.from_config(self.config.parallelism, int(os.environ["WORLD_SIZE"]))
+        self.session = Session.from_env(
+            seed=self.config.debug.seed or 0,
+            replicas=dims.dp_replicate,
+            shards=dims.dp_shard * dims.cp,
+            tensor_parallel=dims.tp,
+            **self._settings,
+        )
+        return super().init_distributed()
+
+    def train(self) -> None:
+        self.session.run(self._train_step, num_steps=self.config.training.steps)
+
+    def _train_step(self, step: int) -> None:
+        self.step = step + 1
+        self.gc_handler.run(self.step)
+        self.train_step(self._batches)
+        if self.config.validator.enable and self.validator.should_validate(self.step):
+            self.validator.validate(self.model_parts, self.step)
+
+    def _log(self, step: int, loss: float, highest: float, norm: float, **more: Any) -> None:
+        self.session.log(loss=loss, grad_norm=norm)
+        self._told(step, loss, highest, norm, **more)
+
+    def close(self) -> None:
+        super().close()
+        self.session.close()
