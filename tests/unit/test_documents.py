@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from swift_ft import cli
 from swift_ft.comm import LOOPBACK, NCCL_ENVIRONMENT
 from swift_ft.text import LAUNCHER_SETTINGS
+from tests import messages
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -125,6 +127,38 @@ def test_the_readme_names_every_document() -> None:
     readme = (ROOT / "README.md").read_text()
     names = [str(path.relative_to(ROOT)) for path in DOCUMENTS if path.name != "README.md"]
     assert [name for name in names if f"]({name}" not in readme] == []
+
+
+class Settings(yaml.SafeLoader):
+    """mkdocs.yml names a function, which is not looked at."""
+
+
+Settings.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: suffix)
+
+
+def test_each_document_is_in_the_navigation_once() -> None:
+    """Those of the repository's root as well; README.md is the first page. `messages.md` is made from the code."""
+    settings = yaml.load((ROOT / "mkdocs.yml").read_text(), Settings)
+    pages = [
+        page for tab in settings["nav"] for part in tab.values() for entry in part for page in entry.values()
+    ]
+    documents = ["index.md" if path.name == "README.md" else path.name for path in DOCUMENTS]
+    assert sorted(pages) == sorted([*documents, "messages.md"])
+
+
+def test_messages_that_are_explained_are_in_the_code() -> None:
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    quoted = re.findall(r"^> `(.+)`$", text, flags=re.MULTILINE)
+    assert len(quoted) == text.count("\n> ")
+    texts = messages.all_texts()
+    unknown = [message for message in quoted if not any(says(known, message) for known in texts)]
+    assert unknown == []
+
+
+def says(text: str, quoted: str) -> bool:
+    """Returns whether the text of the code holds the quoted one. A value in the text may be quoted as a word."""
+    parts = [re.escape(part.strip()) for part in quoted.split("…")]
+    return re.search(r"[\s…]*".join(part for part in parts if part), text) is not None
 
 
 def test_the_page_of_environment_variables_lists_them_all() -> None:
