@@ -19,6 +19,8 @@ LINK = re.compile(r"\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
 
 
 MESSAGES = "messages.md"
+FIRST_FOUND = ("troubleshooting.md", MESSAGES)
+"""Pages that a search for a message's words is to lead to."""
 
 
 def page_of(path: str) -> str:
@@ -72,6 +74,8 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    if page.file.src_uri in FIRST_FOUND:
+        page.meta["search"] = {"boost": 10}
     if page.file.src_uri == MESSAGES or page.file.src_uri.startswith("source/"):
         return markdown
     folder = posixpath.dirname(path_of(page.file.src_uri))
