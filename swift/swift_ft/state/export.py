@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from itertools import product
 from pathlib import Path, PurePath
 from types import MappingProxyType
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
@@ -238,8 +238,9 @@ def alone() -> Iterator[None]:
         yield
 
 
-_SHARD = re.compile(r"S(?:hard)?\((?:dim=)?([0-9]{1,9})\) [0-9]{1,9}/([1-9][0-9]{0,8}) of (\[[0-9, ]*\])")
-_WHOLE = "whole of "
+_NUMBER = "([1-9][0-9]{0,8})"
+_PART = re.compile(rf"(_?)S\(([0-9]{{1,9}})(?:/[0-9]{{1,9}})?\) {_NUMBER}/{_NUMBER} by {_NUMBER}", re.ASCII)
+_PLACED = re.compile(r"(.{1,400}?) on [^ ]{1,200}(?: mesh)? of (\[[0-9, ]{0,200}\])")
 _BATCH_BYTES = 256 << 20
 """Bytes that are read back at once."""
 
@@ -310,41 +311,79 @@ def assemble(states: Sequence[State]) -> State:
     return {"version": states[0]["version"], "world_size": len(states), "stages": stages, "ranks": ranks}
 
 
+class _Part(NamedTuple):
+    """A rank's part of a tensor along one dimension of a mesh (`swift_ft.state.transfer.placement`)."""
+
+    nested: bool
+    """It is a part of what the other dimensions of the mesh leave to this rank."""
+    dimension: int
+    number: int
+    of: int
+    apart: int
+
+
+def _parts(words: str) -> tuple[list[_Part], str]:
+    """Returns a shard's parts and the whole tensor's shape. Raises ValueError."""
+    placed = _PLACED.fullmatch(words)
+    if placed is None:
+        raise ValueError("not a placement")
+    found = []
+    for word in placed[1].split(", "):
+        if word == "R":
+            continue
+        match = _PART.fullmatch(word)
+        if match is None:
+            raise ValueError("not a part")
+        nested, *numbers = match.groups()
+        found.append(_Part(bool(nested), *map(int, numbers)))
+    return found, placed[2]
+
+
 def _wholes(states: Sequence[State]) -> Iterator[State]:
     """Yields each rank's state with its shards combined, once for all ranks that share a tensor."""
-    parts = [split(state) for state in states]
+    split_states = [split(state) for state in states]
     made: dict[tuple[int, str], torch.Tensor] = {}
-    for rank, ((tensors, skeleton), state) in enumerate(zip(parts, states, strict=True)):
+
+    def whole(path: str, rank: int, parts: Sequence[_Part]) -> torch.Tensor:
+        """Returns what ranks hold together along these dimensions. Raises KeyError, ValueError, RuntimeError."""
+        if not parts:
+            return split_states[rank][0][path]
+        part = next((each for each in parts if not each.nested), parts[0])
+        others = [each for each in parts if each is not part]
+        first = rank - (part.number - 1) * part.apart
+        ranks = range(first, first + part.of * part.apart, part.apart)
+        if first < 0 or ranks[-1] >= len(states):
+            raise ValueError(f"a part is missing: there is no rank {ranks[-1]}")
+        pieces = []
+        for number, other in enumerate(ranks, start=1):
+            if part._replace(number=number) not in _parts(states[other]["placements"][path])[0]:
+                raise ValueError(f"rank {other} does not hold part {number}")
+            pieces.append(whole(path, other, others))
+        return torch.cat(pieces, part.dimension)
+
+    for rank, ((tensors, skeleton), state) in enumerate(zip(split_states, states, strict=True)):
+        combined = {}
         for path, words in state.get("placements", {}).items():
-            if words.startswith(_WHOLE):
-                continue
-            match = _SHARD.fullmatch(words)
-            if match is None:
+            try:
+                parts, shape = _parts(words)
+                if not parts:
+                    continue
+                first = rank - sum((part.number - 1) * part.apart for part in parts)
+                if (first, path) not in made:
+                    made[first, path] = whole(path, rank, parts)
+                combined[path] = made[first, path]
+            except KeyError:
                 raise UsageError(
-                    f"{path[:80]} of rank {rank} is {words[:80]}: only shards of one dimension are put together"
-                )
-            dimension, count = int(match[1]), int(match[2])
-            first = rank // count * count  # shards are numbered last
-            if (first, path) not in made:
-                made[first, path] = _together(
-                    path, [part for part, _ in parts[first : first + count]], dimension
-                )
-            tensors[path] = made[first, path]
-            if str(list(tensors[path].shape)) != match[3]:
+                    f"the shards of {path[:80]} cannot be put together: a rank lacks its own"
+                ) from None
+            except (ValueError, IndexError, RuntimeError) as error:
+                why = " ".join(str(error).split())[:200]
                 raise UsageError(
-                    f"{path[:80]}: the shards of ranks {first} to {first + count - 1} are not {match[3][:80]}"
-                )
-        yield join(skeleton, tensors)
-
-
-def _together(path: str, parts: Sequence[Mapping[str, torch.Tensor]], dimension: int) -> torch.Tensor:
-    try:
-        return torch.cat([part[path] for part in parts], dimension)
-    except KeyError:
-        why = "a rank lacks its own"
-    except (IndexError, RuntimeError) as error:
-        why = " ".join(str(error).split())[:200]
-    raise UsageError(f"the shards of {path[:80]} cannot be put together: {why}")
+                    f"{path[:80]} of rank {rank}, {words[:80]}, cannot be put together: {why}"
+                ) from None
+            if str(list(combined[path].shape)) != shape:
+                raise UsageError(f"{path[:80]} of rank {rank}: its shards together are not {shape[:80]}")
+        yield join(skeleton, {**tensors, **combined})
 
 
 def write_dcp(target: Path, exported: State) -> int:

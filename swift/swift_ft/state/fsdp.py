@@ -149,19 +149,26 @@ def globalized(
     if not words:
         return state
     templates: dict[str, Any] = {}
+    meshes: dict[str, Any] = {}
     for parameter in like:
         if is_sharded(parameter):
-            templates.setdefault(_shard(placement(parameter)), parameter)
-            templates.setdefault("whole", parameter)
+            shard = _shard(placement(parameter))
+            templates.setdefault(shard, parameter)
+            meshes.setdefault(_mesh(shard), parameter)
 
     def change(at: str, tensor: torch.Tensor) -> torch.Tensor:
         if at not in words:
             return tensor
         shard = _shard(words[at])
-        if shard not in templates:
-            raise ServiceError(f"the state at {at} is {words[at]}; this rank holds {', '.join(templates)}")
-        template = templates[shard]
-        placements = template.placements if shard != "whole" else [Replicate()] * len(template.placements)
+        template = templates.get(shard)
+        placements = () if template is None else template.placements
+        if (
+            template is None and _mesh(shard) in meshes and "S(" not in shard
+        ):  # the same on all ranks of its mesh
+            template = meshes[_mesh(shard)]
+            placements = [Replicate()] * len(template.placements)
+        if template is None:
+            raise ServiceError(f"the state at {at} is {words[at]}; this rank holds {'; '.join(templates)}")
         shape = torch.Size(json.loads(words[at].rpartition(" of ")[2]))
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(
@@ -183,6 +190,10 @@ def check_placements(own: Mapping[str, str], given: Mapping[str, str], prefix: s
 
 def _shard(words: str) -> str:
     return words.rpartition(" of ")[0]
+
+
+def _mesh(shard: str) -> str:
+    return shard.rpartition(" on ")[2]
 
 
 def _changed(value: Any, path: str, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Any:

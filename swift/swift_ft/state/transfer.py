@@ -179,7 +179,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def placement(tensor: Any) -> str:
-    """Describes the shard that `local` returns; empty for an unsharded tensor. Raises UsageError for partial sums."""
+    """Describes the shard that `local` returns; empty for an unsharded tensor. Raises UsageError for partial sums.
+
+    ``S(0) 1/2 by 4, R on shard×tensor of [8, 6]``: for each dimension of the mesh, R if all have the same, else the
+    tensor's dimension, which of its parts this is, and how many ranks further the next one is.
+    """
     if not hasattr(tensor, "to_local"):
         return ""
     mesh = tensor.device_mesh
@@ -188,9 +192,23 @@ def placement(tensor: Any) -> str:
     for dimension, kind in enumerate(tensor.placements):
         if kind.is_partial():
             raise UsageError("a state holds partial sums (DTensor with Partial()); redistribute them first")
-        if not kind.is_replicate():
-            words.append(f"{kind} {coordinate[dimension] + 1}/{mesh.size(dimension)}")
-    return f"{', '.join(words) or 'whole'} of {list(tensor.shape)}"
+        if kind.is_replicate():
+            words.append("R")
+            continue
+        split = getattr(kind, "split_factor", None)  # FSDP's shard of a tensor-parallel one's
+        word = f"S({kind.dim})" if split is None else f"_S({kind.dim}/{split})"
+        words.append(
+            f"{word} {coordinate[dimension] + 1}/{mesh.size(dimension)} by {_apart(mesh, dimension)}"
+        )
+    return f"{', '.join(words)} on {'×'.join(mesh.mesh_dim_names or ()) or 'a mesh'} of {list(tensor.shape)}"
+
+
+def _apart(mesh: Any, dimension: int) -> int:
+    """Returns how many ranks lie between neighbours along this dimension of the mesh."""
+    if mesh.size(dimension) == 1:
+        return 1
+    row = mesh.mesh.movedim(dimension, 0).flatten(1)[:, 0] if mesh.ndim > 1 else mesh.mesh
+    return int(row[1] - row[0])
 
 
 def _check_dense(path: str, tensor: torch.Tensor) -> None:

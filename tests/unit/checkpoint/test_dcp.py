@@ -20,12 +20,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import Shard
 
 import swift_ft
 from swift_ft.errors import UsageError
 from swift_ft.state.checkpoint_store import CheckpointStore
-from swift_ft.state.export import _SHARD, METADATA, _make_all, alone
+from swift_ft.state.export import METADATA, _make_all, alone
 from swift_ft.tools import export as command
 from tests.unit.checkpoint.damage import DAMAGES
 from tests.unit.checkpoint.holding import Holding, unexpected
@@ -228,13 +227,12 @@ def test_a_whole_job_is_opened_by_torch_alone(tmp_path: Path) -> None:
 
 
 def test_shards_are_put_together(tmp_path: Path) -> None:
-    assert _SHARD.fullmatch(f"{Shard(1)} 1/2 of [4, 5]"), "as swift_ft.state.transfer.placement says it"
     weights, moments = torch.randn(2, 5, 3), torch.randn(2, 5, 3)  # of two pipeline ranks
     states = []
     for rank in range(4):
         pipeline, shard = divmod(rank, 2)
         rows = slice(0, 3) if shard == 0 else slice(3, 5)
-        words = f"S(0) {shard + 1}/2 of [5, 3]"
+        words = f"S(0) {shard + 1}/2 by 1 on shard of [5, 3]"
         states.append(
             {
                 "stages": {str(pipeline): {"w": weights[pipeline, rows].clone()}},
@@ -255,6 +253,38 @@ def test_shards_are_put_together(tmp_path: Path) -> None:
         assert torch.equal(ours["stages"][stage]["w"], weights[pipeline])
         optimizers: Any = ours["ranks"][rank]["optimizers"]
         assert torch.equal(optimizers[0]["state"]["0"]["m"], moments[pipeline])
+
+
+def test_parts_over_two_dimensions_of_a_mesh_are_put_together(tmp_path: Path) -> None:
+    """Shards of layers that are split over ranks: along two dimensions, along one of them, or nested in it."""
+    weight, bias, nested = torch.randn(5, 4), torch.randn(6), torch.randn(8, 2)
+    states = []
+    for rank in range(4):
+        shard, tensor = divmod(rank, 2)
+        mesh = "on shard×tensor of"
+        rows, columns = slice(0, 3) if shard == 0 else slice(3, 5), slice(2 * tensor, 2 * tensor + 2)
+        begin = 4 * tensor + 2 * shard  # FSDP2 shards what a rank has of a layer
+        tensors = {
+            "w": weight[rows, columns].clone(),
+            "b": bias[3 * shard : 3 * shard + 3].clone(),
+            "n": nested[begin : begin + 2].clone(),
+            "same": torch.ones(2),
+        }
+        words = {
+            "w": f"S(0) {shard + 1}/2 by 2, S(1) {tensor + 1}/2 by 1 {mesh} [5, 4]",
+            "b": f"S(0) {shard + 1}/2 by 2 on shard of [6]",
+            "n": f"_S(0/2) {shard + 1}/2 by 2, S(0) {tensor + 1}/2 by 1 {mesh} [8, 2]",
+            "same": f"R, R {mesh} [2]",
+        }
+        placements = {f"state.stages.0.{name}": each for name, each in words.items()}
+        states.append({"stages": {"0": tensors}, "optimizers": [], "placements": placements})
+    saved(tmp_path, 3, states)
+    assert export(tmp_path, "--version", "3") == 0
+    ours = {"stages": {"0": {"w": torch.zeros(5, 4), "b": torch.zeros(6), "n": torch.zeros(8, 2)}}}
+    with alone():
+        load(ours, checkpoint_id=tmp_path / "out", no_dist=True)
+    for name, expected in (("w", weight), ("b", bias), ("n", nested)):
+        assert torch.equal(ours["stages"]["0"][name], expected), name
 
 
 def test_a_damaged_version_is_passed_over_with_its_reason(
@@ -430,18 +460,25 @@ MADE_UP: dict[str, Any] = {
         words[:40]: {"version": 5, "stages": {"0": {"w": W}}, "placements": {"state.stages.0.w": words}}
         for words in (
             "",
-            "S(0) 1/0 of [2, 2]",
-            "S(0) 1/1 of [,]",
-            "S(0) 1/2 of [4, 2]",
-            "S(0) 1/999999999 of [4, 2]",
-            "S(9) 1/1 of [2, 2]",
-            f"S(0) 1/1 of [{'1' * 5000}]",
-            "S(0) 1/1 of [2, 3]",
-            "S(0) １/１ of [2, 2]",
+            "S(0) 1/0 by 1 on shard of [2, 2]",
+            "S(0) 1/1 by 1 on shard of [,]",
+            "S(0) 1/2 by 1 on shard of [4, 2]",
+            "S(0) 2/2 by 1 on shard of [4, 2]",
+            "S(0) 1/999999999 by 999999999 on shard of [4, 2]",
+            "S(9) 1/1 by 1 on shard of [2, 2]",
+            f"S(0) 1/1 by 1 on shard of [{'1' * 5000}]",
+            "S(0) 1/1 by 1 on shard of [2, 3]",
+            "S(0) 1/1 on shard of [2, 2]",
+            "S(0) １/１ by 1 on shard of [2, 2]",
+            "R, P on shard of [2, 2]",
             "x" * 5000,
         )
     },
-    "a placement of nothing": {"version": 5, "stages": {}, "placements": {"nothing": "S(0) 1/1 of [2, 2]"}},
+    "a placement of nothing": {
+        "version": 5,
+        "stages": {},
+        "placements": {"nothing": "S(0) 1/1 by 1 on shard of [2, 2]"},
+    },
     "names that are one in the end": {"version": 5, "stages": {"0": {"w.x": 1}, "0.w": {"x": 2}}},
 }
 

@@ -62,7 +62,7 @@ def test_a_state_goes_through_local_tensors_and_back(rows: int, mesh: DeviceMesh
     weight = plain["stages"]["0"]["0.weight"]
     assert type(weight) is torch.Tensor
     assert weight.data_ptr() == state["stages"]["0"]["0.weight"].to_local().data_ptr()
-    assert words["state.stages.0.0.weight"] == f"S(0) 2/2 of [{rows}, 4]"
+    assert words["state.stages.0.0.weight"] == f"R, S(0) 2/2 by 1 on replicate×shard of [{rows}, 4]"
     assert "state.optimizers.0.state.0.step" not in words  # a plain number of every rank
     back = fsdp.globalized(plain, words, module.parameters())
     for name, tensor in state["stages"]["0"].items():
@@ -83,11 +83,14 @@ def test_another_shard_is_refused_though_it_has_the_same_shape(mesh: DeviceMesh)
     theirs = {path: words.replace(" 2/2 ", " 1/2 ") for path, words in own.items()}
     fsdp.check_placements(own, own, "state.stages.")
     with pytest.raises(
-        ServiceError, match=r"0\.0\.bias is S\(0\) 1/2 of \[6\], this rank holds S\(0\) 2/2 of \[6\]"
+        ServiceError,
+        match=r"0\.0\.bias is R, S\(0\) 1/2 by 1 on .* of \[6\], this rank holds R, S\(0\) 2/2 by 1 on",
     ):
         fsdp.check_placements(own, theirs, "state.stages.")
     fsdp.globalized(plain, own, module.parameters())
-    with pytest.raises(ServiceError, match=r"is S\(0\) 1/2 of \[6, 4\]; this rank holds S\(0\) 2/2, whole"):
+    with pytest.raises(
+        ServiceError, match=r"is R, S\(0\) 1/2 by .* of \[6, 4\]; this rank holds R, S\(0\) 2/2 by 1"
+    ):
         fsdp.globalized(plain, theirs, module.parameters())
 
 
