@@ -123,6 +123,12 @@ def test_text_fits_its_lines(document: Path) -> None:
     assert [line for line in lines if len(line) > LINE_COLUMNS_MAX] == []
 
 
+@every_document
+def test_lists_in_lists_are_indented_by_four(document: Path) -> None:
+    """With fewer columns GitHub shows them so, but the site does not."""
+    assert [line for line in prose(document.read_text()) if re.match(r" {1,3}([-*]|\d+\.) ", line)] == []
+
+
 def test_the_readme_names_every_document() -> None:
     readme = (ROOT / "README.md").read_text()
     names = [str(path.relative_to(ROOT)) for path in DOCUMENTS if path.name != "README.md"]
