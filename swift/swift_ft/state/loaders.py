@@ -678,7 +678,8 @@ class RegisteredLoader:
         elif at.iteration and not self._base.generators:
             first = at.iteration  # such an iteration follows from its number alone
         for path, generator in self._generators() if not given else ():
-            generator.set_state(self._base.generators[path])
+            if path in self._base.generators:  # one that a sampler makes when it begins came later
+                generator.set_state(self._base.generators[path])
         self._at, self._inner = Place(min(first, at.iteration), given), None
         self._set_epochs(epochs if first == at.iteration else self._base.epochs)
         if not at.iteration:

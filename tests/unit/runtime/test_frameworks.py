@@ -19,8 +19,9 @@ INTEGRATIONS = Path(swift_ft.__file__).parent / "integrations"
 LINES_MAX = 150
 
 
-def test_the_integration_of_torchtitan_is_small() -> None:
-    assert len((INTEGRATIONS / "torchtitan.py").read_text().splitlines()) <= LINES_MAX
+@pytest.mark.parametrize("framework", ["huggingface", "torchtitan"])
+def test_an_integration_is_small(framework: str) -> None:
+    assert len((INTEGRATIONS / f"{framework}.py").read_text().splitlines()) <= LINES_MAX
 
 
 class Split(nn.Module):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
 
 from swift_ft import torch_private
 from swift_ft.errors import UsageError
@@ -23,6 +23,21 @@ class Noisy(Dataset[Any]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.tensor([index, torch.rand(()).item(), random.random()])
+
+
+class Late(RandomSampler):
+    """As accelerate's: its generator is there once it has begun."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.generator = self.generator or torch.Generator()
+        self.generator.manual_seed(self.epoch)
+        yield from super().__iter__()
+        self.set_epoch(self.epoch + 1)
 
 
 class Documents(IterableDataset[Any]):
@@ -179,6 +194,7 @@ class Trainer:
 LOADERS: dict[str, Callable[[int], Any]] = {
     "plain": lambda _: DataLoader(Noisy(), batch_size=4, shuffle=True),
     "sampler": lambda rank: DataLoader(Noisy(), batch_size=2, sampler=DistributedSampler(Noisy(), 2, rank)),
+    "late": lambda _: DataLoader(Noisy(), batch_size=4, sampler=Late(Noisy())),
     "generator": lambda rank: DataLoader(
         Noisy(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(rank)
     ),
