@@ -58,8 +58,7 @@ class Together:
         """Why."""
         self.store_port: tuple[int, int] | None = None
         """A round whose ranks can begin, and the port of their store."""
-        self.all_ended = False
-        """The ranks of all machines have ended well."""
+        self._all_ended = False
         self.is_used = False
         """Ranks meet in a store (``used``)."""
         self.failed = ""
@@ -70,6 +69,12 @@ class Together:
         self._thread.start()
 
     # --- the main loop's thread ---
+
+    @property
+    def all_ended(self) -> bool:
+        """The ranks of all machines have ended well; or this machine's have, and the first machine, which waits for
+        the others, is gone."""
+        return self._all_ended or (self._ended >= 0 and bool(self.lost))
 
     def used(self) -> None:
         """Tells the others that ranks meet in the first machine's store, so that they have no session."""
@@ -121,7 +126,6 @@ class Together:
                 self._look(store)
         except (RuntimeError, OSError) as error:  # torch's errors of a store
             self.lost = " ".join(str(error).split())
-            self.all_ended = self._ended >= 0  # the first machine waits for this one
             events.emit("together_lost", reason=self.lost)
             self._wake()
 
@@ -139,7 +143,7 @@ class Together:
         return int(store.add(f"swift/began/{number}/{self._place.number}", 1))
 
     def _look(self, store: "TCPStore") -> None:
-        before = (self.round, self.store_port, self.all_ended, self.failed)
+        before = (self.round, self.store_port, self._all_ended, self.failed)
         self.is_used = self.is_used or store.check(["swift/used"])
         while store.check([f"swift/round/{self.round + 1}"]):
             self.reason = store.get(f"swift/round/{self.round + 1}").decode()
@@ -148,10 +152,10 @@ class Together:
             self._open_round(store, self.round)
         if self._ended == self.round:
             late = time.monotonic() - self._ended_at > EXIT_S_MAX
-            self.all_ended = late or self._all(store, "ended", self.round)
+            self._all_ended = late or self._all(store, "ended", self.round)
         if store.check(["swift/failed"]):
             self.failed = store.get("swift/failed").decode()
-        if before != (self.round, self.store_port, self.all_ended, self.failed):
+        if before != (self.round, self.store_port, self._all_ended, self.failed):
             self._wake()
 
     def _open_round(self, store: "TCPStore", number: int) -> None:

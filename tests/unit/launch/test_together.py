@@ -115,3 +115,13 @@ def test_they_leave_together(machines: Machines) -> None:
     machines.until(lambda: first.all_ended and second.all_ended)
     second.fail("too late")
     machines.until(lambda: first.failed == "too late")
+
+
+def test_ranks_that_end_well_after_the_first_machine_is_lost_can_leave(machines: Machines) -> None:
+    second = machines.begin(1)
+    machines.store.wait(["swift/began/0/1"])
+    del machines.store
+    machines.until(lambda: second.lost)
+    assert not second.all_ended
+    second.ended(0)
+    assert second.all_ended
