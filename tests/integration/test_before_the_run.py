@@ -7,7 +7,7 @@ import pytest
 
 from tests.integration.trainer_world import run_trainer
 
-PLACES = ("first", "between", "object", "last", "step")
+PLACES = ("first", "between", "object", "reduce1", "reduce2", "last", "step")
 
 
 @pytest.mark.timeout(300)
@@ -34,3 +34,25 @@ def test_all_have_the_same_whoever_is_lost(victim: int, place: str, tmp_path: Pa
     assert words[0] == words[1] != words[2] == words[3]
     assert all(each == gathered[0] for each in gathered)
     assert [each["word"] for each in gathered[0]] == [word for (word,) in words]
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(300)
+def test_parameters_that_are_lost_before_there_is_a_state_end_the_job(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    found = run_trainer(
+        tmp_path,
+        "before_the_run.py",
+        6,
+        tmp_path / "out",
+        1,
+        "large",
+        ranks=4,
+        faults=[],
+        spares=1,
+        code_wanted=3,
+    )
+    assert (
+        "was lost before the job had begun, and cannot get what dist.broadcast had given it"
+        in found["output"]
+    )

@@ -130,7 +130,10 @@ def first_tag(number: int) -> int:
 
 
 def message_tag(number: int, tag: int) -> int:
-    """Returns the tag with which a message over a group travels: groups of a trainer's own share connections."""
+    """Returns the tag with which a message over a group travels: groups of a trainer's own share connections. Raises
+    ValueError for a tag that would be another group's."""
+    if number >= TRAINERS_GROUPS and not 0 <= tag < COLLECTIVES // 2:
+        raise ValueError(f"tag {tag} of a message: give one from 0 to {COLLECTIVES // 2 - 1}")
     return tag if number < TRAINERS_GROUPS else first_tag(number) + COLLECTIVES // 2 + tag
 
 

@@ -112,7 +112,7 @@ class CollectiveWork(torch_private.Work):
         return future
 
 
-def _finished(result: list[torch.Tensor]) -> CollectiveWork:
+def finished(result: list[torch.Tensor]) -> CollectiveWork:
     """Returns a collective that is finished: its result is available, or will not be used."""
     task = Task(lambda: None)
     task.carry_out()
@@ -407,7 +407,7 @@ class ReconfigurableGroup(torch_private.ProcessGroup):  # type: ignore[misc]
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int = 0) -> Any:
         if self._quiet:
-            return _finished(tensors)
+            return finished(tensors)
         circuit = self._messaging("send")
         message = circuit.send(tensors, self._place(to), message_tag(self._number, tag))
         if self.gate is not None:
@@ -416,7 +416,7 @@ class ReconfigurableGroup(torch_private.ProcessGroup):  # type: ignore[misc]
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int = 0) -> Any:
         if self._quiet:
-            return _finished(tensors)
+            return finished(tensors)
         circuit = self._messaging("recv")
         message = circuit.recv(tensors, self._place(source), message_tag(self._number, tag))
         return MessageWork(message, self._breaker())
@@ -443,25 +443,27 @@ class ReconfigurableGroup(torch_private.ProcessGroup):  # type: ignore[misc]
         """Starts `run` unless the gate has run it. `name`: torch's function. `alike`: all ranks get the same result."""
         if self._quiet:
             self.run_alone(run)
-            return _finished(result)
+            return finished(result)
         if self._circuit is not None and len(self._present) < len(self.ranks) and name in ONE_PART_EACH:
             raise UsageError(
                 f"process group {self.label}: {name} has a part for ranks that are not there now"
             )
         if self.gate is not None:
             self.gate.used(self)
-            if len(self.ranks) > 1 and self.gate.collective(self, name, result, run, alike=alike):
-                return _finished(result)
+            if len(self.ranks) > 1:
+                work = self.gate.collective(self, name, result, run, alike=alike)
+                if work is not None:
+                    return work
         broke = self._breaker()
         if self.broken is not None and self._swallow:
-            return _finished(result)
+            return finished(result)
         try:
             task = self.submit(run)
         except RuntimeError as error:
             self.broken = error
             if not self._swallow:
                 raise
-            return _finished(result)
+            return finished(result)
         return CollectiveWork(task, result, broke, swallow=self._swallow)
 
     def _breaker(self) -> Callable[[Exception], None]:

@@ -14,11 +14,12 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 
 from swift_ft.comm.backend import Backend, Collective
-from swift_ft.comm.groups import ReconfigurableGroup
+from swift_ft.comm.groups import ReconfigurableGroup, finished
 from swift_ft.errors import UsageError
 from swift_ft.train.boundary_log import Channel
 from swift_ft.train.hook import Hook
@@ -45,8 +46,8 @@ class Gate:
         compute the batches of others; then no communication is theirs alone."""
         self._together = frozenset(stage_group)
         self._moves_batches = moves_batches
-        self.set_up: Hook[..., None] = Hook("Gate.set_up")
-        """Runs a collective before `session.run`."""
+        self.set_up: Hook[..., Any] = Hook("Gate.set_up")
+        """Begins a collective before `session.run`, and returns its Work."""
         self.made: list[str] = []
         """Names and ranks of the trainer's groups, of whichever ranks, in order."""
         self._bound: tuple[Channel, Updates, Sequence[Participant]] | None = None
@@ -113,22 +114,21 @@ class Gate:
         run: Collective,
         *,
         alike: bool,
-    ) -> bool:
-        """Runs and records a collective, or answers it from the log; `results` hold its result. Returns False if the
-        caller is to run it itself. Raises UsageError if it is refused.
+    ) -> Any:
+        """Runs and records a collective, or answers it from the log; `results` hold its result. Returns torch's Work,
+        or None if the caller is to run it itself. Raises UsageError if it is refused.
 
         `alike`: all ranks of the group get the same result.
         """
         if self._passing or self.over:
-            return False
+            return None
         if not self._in_step:
-            self.set_up(group, name, results, run, alike=alike)
-            return True
+            return self.set_up(group, name, results, run, alike=alike)
         if group.live:
-            return False
+            return None
         if not alike:
             if self._replays_with(group):
-                return False
+                return None
             raise UsageError(
                 f"dist.{name} in train_step: every rank gets something else from it, so a replay cannot take it from "
                 f"a survivor; use {_INSTEAD}"
@@ -137,7 +137,7 @@ class Gate:
         channel, updates, _ = self._parts()
         with updates.spoiling():
             channel.collective_into(name, results, lambda: group.run_into(results, run), group.ranks)
-        return True
+        return finished(results)
 
     def _replays_with(self, group: ReconfigurableGroup) -> bool:
         """Returns whether all ranks of the group replay together with this one."""

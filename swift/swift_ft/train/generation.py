@@ -76,6 +76,11 @@ class Membership:
         """Returns whether the job has finished without this process."""
         return self._view is not None and self._view.state == pb.FINISHED
 
+    @property
+    def has_run(self) -> bool:
+        """Returns whether the job has begun, so that there is a state to load."""
+        return self.view.state != pb.FORMING
+
     def members(self) -> set[int]:
         """Returns the ids of the processes in this generation."""
         return {member.id for member in self.view.members}

@@ -652,7 +652,7 @@ class Session:
             lambda: communicator.store,
             alone=warm_up.is_warming_up(),
         )
-        gate.set_up.bind(self._set_up.run)
+        gate.set_up.bind(self._set_up.begin)
         torch_private.carry_objects_by(set_up.encoded, set_up.decoded, lambda: not gate.over)
         shadow = (rank, member.client, communicator, channel, state, store, witness)
         self._shadow: Shadow | None = None
@@ -715,8 +715,8 @@ class Session:
         if isinstance(stage.submod, DistributedDataParallel):
             if stage.submod.process_group is not self.groups["data"]:
                 raise UsageError(
-                    "DistributedDataParallel over a group that is not made again after a failure; use "
-                    "session.ddp(module) in its place"
+                    "DistributedDataParallel that the session has not made: its buckets are arranged anew in a "
+                    "process's first step, which is another one in a replacement; use session.ddp(module) in its place"
                 )
             if self._updates.shrinks_by:
                 raise UsageError(

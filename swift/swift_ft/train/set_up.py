@@ -5,8 +5,12 @@ that the others got, from the keys that ranks share (`swift_ft.rpc.key_value`). 
 processes is there that had its result. If none is, all ranks are new, and run the collective again.
 
 What is large is taken for parameters (DDP's sync, `distribute_tensor`, the initialization of DTensors). It is not kept:
-such a process computes with its own numbers in place of the others', and its state is loaded later. A rehearsal finds
-whatever else depends on them.
+such a process computes with its own numbers in place of the others', and its state is loaded later. If there is no
+state yet, because the job has not begun, the job ends instead. A rehearsal finds whatever else depends on them.
+
+    (a collective begins)  ``begin`` → ``finish`` when its result is waited for: done again after a failure, unless some
+                           rank has told that all have done it
+    (session.run)          ``agree``
 
 Objects are carried as JSON, so nothing that another process sends is unpickled.
 """
@@ -15,26 +19,29 @@ import json
 from base64 import b64decode, b64encode
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from swift_ft import events
-from swift_ft.comm.backend import Collective
+from swift_ft import events, torch_private
+from swift_ft.comm.backend import Collective, Collectives
 from swift_ft.comm.groups import ReconfigurableGroup
 from swift_ft.comm.process_groups import Interrupted
-from swift_ft.errors import UsageError
+from swift_ft.comm.worker_thread import Task
+from swift_ft.errors import ServiceError, UsageError
 from swift_ft.state import tree
 from swift_ft.state.tensors import as_bytes, byte_view, dtype_name, plain
+from swift_ft.text import tell
 from swift_ft.train.failures import Failures
 from swift_ft.train.generation import Membership
 
 KEPT_BYTES = 64 << 10
 """Maximum size of a result that is kept for processes that come later."""
-KEPT_FLOAT_BYTES = 1 << 10
-"""The same for floating-point numbers, most of which are parameters."""
+KEPT_OF_GROUP = 1 << 20
+"""Maximum size of all such results of one group."""
 _OF_PARAMETERS = ("broadcast", "scatter", "all_gather", "all_gather_into_tensor")
 
 
@@ -57,8 +64,10 @@ class SetUp:
         self._store = store
         self._alone = alone
         self._numbers: Counter[str] = Counter()
+        self._bytes: Counter[str] = Counter()
+        self._said = False
 
-    def run(
+    def begin(
         self,
         group: ReconfigurableGroup,
         name: str,
@@ -66,49 +75,66 @@ class SetUp:
         run: Collective,
         *,
         alike: bool,
-    ) -> None:
-        """Fills in the `results` of a collective over `group`. `alike`: all ranks get the same. Raises UsageError if a
-        later process could not get them."""
+    ) -> "SetUpWork":
+        """Begins a collective over `group` that fills in `results`. `alike`: all ranks get the same. Raises UsageError
+        if a later process could not get them."""
         number = self._numbers[group.label]
         self._numbers[group.label] += 1
         size = sum(result.nbytes for result in results)
-        most = KEPT_FLOAT_BYTES if any(result.is_floating_point() for result in results) else KEPT_BYTES
-        if size > most and name not in _OF_PARAMETERS:
+        kept = size <= KEPT_BYTES and self._bytes[group.label] + size <= KEPT_OF_GROUP
+        self._bytes[group.label] += size * kept
+        if not kept and name not in _OF_PARAMETERS:
             raise UsageError(
                 f"dist.{name} of {size} bytes before session.run: a process that replaces a lost rank could not get "
-                f"the result, of which {most} bytes are kept; do it in train_step"
+                f"the result, of which {KEPT_BYTES} bytes are kept ({KEPT_OF_GROUP} of a group); do it in train_step"
             )
-        whose = group.ranks[0] if alike else self._rank
-        key = f"set-up/{group.label}-{whose}/{number}"
-        forms = [[dtype_name(result), list(result.shape)] for result in results]
-        kept = size <= most
-        before = [result.detach().clone() for result in results]
+        if not kept and not self._said and group.ranks[0] == self._rank and not self._alone:
+            self._said = True
+            tell(
+                f"dist.{name} of {size} bytes before session.run is taken for parameters: what a later process holds "
+                "there is loaded with its state"
+            )
+        key = f"set-up/{group.label}-{group.ranks[0]}/{number}"
+        work = SetUpWork(self, group, name, results, run, key, alike=alike, kept=kept)
+        if not self._alone and not self._membership.finished:
+            with suppress(RuntimeError):  # a generation has ended: `finish` goes on in the next one
+                if self._told(key) is None:
+                    work.submit(self._membership.generation)
+        return work
+
+    def finish(self, work: "SetUpWork") -> None:
+        """Waits for the collective. Raises ServiceError if a result is lost."""
         while True:
             try:
                 if not self._alone:
                     self._membership.join_newest()
-                told = self._told(key)
+                told = self._told(work.key)
                 if told is None:
-                    group.run(run)
-                    self._tell(key, name, forms, results if kept else [])
+                    work.carry_out(self._membership.generation)
+                    if not work.alike:
+                        self._put(f"{work.key}/{self._rank}", self._result(work, work.forms))
+                    self._put(work.key, self._result(work, work.forms if work.alike else []))
                 else:
-                    self._answer(key, told, name, forms, results)
-                    if not kept:
-                        group.run_alone(run)
+                    self._answer(work, told)
                 return
             except (Interrupted, RuntimeError) as error:
                 if self._alone:
                     raise
-                # Done again by all, unless one of them has told the result.
-                for result, earlier in zip(results, before, strict=True):
-                    result.detach().copy_(earlier)
+                work.take_back()  # done again by all, unless one of them has told the result
                 self._failures.handle(error, self._membership.generation)
 
     def agree(self, made: Sequence[str]) -> None:
         """(session.run) Raises UsageError unless all ranks have made the same process groups, in the same order.
         `made`: name and ranks of each."""
-        if self._alone or self._membership.finished or not made:
-            return
+        while not (self._alone or self._membership.finished):
+            try:
+                self._membership.join_newest()
+                self._agree(made)
+                return
+            except (Interrupted, RuntimeError) as error:
+                self._failures.handle(error, self._membership.generation)
+
+    def _agree(self, made: Sequence[str]) -> None:
         key, mine = "set-up/groups", json.dumps({"made": list(made)} | self._signed())
         told = json.loads(self._store().compare_set(key, "", mine))
         if not self._holds(told):
@@ -123,26 +149,44 @@ class SetUp:
 
     # --- ---
 
-    def _answer(
-        self, key: str, told: dict[str, Any], name: str, forms: Any, results: list[torch.Tensor]
-    ) -> None:
-        if (told["name"], told["forms"]) != (name, forms):
+    def _answer(self, work: "SetUpWork", told: dict[str, Any]) -> None:
+        """Fills in what the others told. Raises UsageError if they called something else, ServiceError if it is
+        lost."""
+        same = told["forms"] == work.forms or not work.alike
+        if told["name"] != work.name or not same:
             raise UsageError(
-                f"rank {self._rank} comes to dist.{name} {forms} before session.run, and the others came to "
+                f"rank {self._rank} comes to dist.{work.name} {work.forms} before session.run, and the others came to "
                 f"dist.{told['name']} {told['forms']} there: make the same calls in every process"
             )
-        for result, data in zip(results, told["data"], strict=False):
-            room = torch.empty(result.shape, dtype=result.dtype)
-            byte_view(room)[:] = np.frombuffer(b64decode(data), dtype=np.uint8)
-            result.detach().copy_(room)
+        own: dict[str, Any] | None = told
+        if not work.alike:
+            own = self._read(f"{work.key}/{self._rank}")
+            if own is not None and own["generation"] != told["generation"]:
+                own = None
+        lost = own is None or (not work.kept and not self._membership.has_run)
+        if lost and not (self._alone or work.completed):
+            raise ServiceError(
+                f"rank {self._rank} was lost before the job had begun, and cannot get what dist.{work.name} had given "
+                "it: start the job again"
+            )
+        if work.completed:
+            pass  # in the generation in which the others told it
+        elif own is None or not work.kept:
+            work.run_alone()
+        else:
+            work.fill([b64decode(data) for data in own["data"]])
         if not self._alone:
-            self._put(key, told)  # it holds for those who come while this process is there
-            events.emit("set_up_answered", rank=self._rank, key=key, name=name)
+            self._put(work.key, told)  # it holds for those who come while this process is there
+            events.emit("set_up_answered", rank=self._rank, key=work.key, name=work.name)
 
-    def _tell(self, key: str, name: str, forms: Any, results: list[torch.Tensor]) -> None:
-        data = [b64encode(as_bytes(plain(result)).cpu().numpy().tobytes()).decode() for result in results]
-        generation = self._membership.generation
-        self._put(key, {"name": name, "forms": forms, "data": data, "generation": generation})
+    def _result(self, work: "SetUpWork", forms: Any) -> dict[str, Any]:
+        data = work.bytes() if work.kept and forms else []
+        return {
+            "name": work.name,
+            "forms": forms,
+            "data": [b64encode(each).decode() for each in data],
+            "generation": self._membership.generation,
+        }
 
     def _put(self, key: str, told: dict[str, Any]) -> None:
         self._store().set(key, json.dumps(told | self._signed()))
@@ -156,16 +200,104 @@ class SetUp:
 
     def _told(self, key: str) -> dict[str, Any] | None:
         """Returns what is kept under `key`, unless this rank takes part in the collective itself."""
+        told = self._read(key)
+        if told is None or self._alone or self._membership.finished:
+            return told
+        # Of the same generation: the others' messages are on the way to this rank.
+        return told if self._holds(told) and told["generation"] < self._membership.generation else None
+
+    def _read(self, key: str) -> dict[str, Any] | None:
         there = self._store().check([key])
         while self._alone and not there:  # the job's ranks come there as well; the store bounds the wait
             there = self._store().check([key])
         if not there:
             return None
         told: dict[str, Any] = json.loads(self._store().get(key))
-        if self._alone or self._membership.finished:
-            return told
-        # Of the same generation: the others' messages are on the way to this rank.
-        return told if self._holds(told) and told["generation"] < self._membership.generation else None
+        return told
+
+
+class SetUpWork(torch_private.Work):
+    """A collective before `session.run`. It is under way from the call on, and told once it is waited for."""
+
+    def __init__(
+        self,
+        set_up: SetUp,
+        group: ReconfigurableGroup,
+        name: str,
+        results: list[torch.Tensor],
+        run: Collective,
+        key: str,
+        *,
+        alike: bool,
+        kept: bool,
+    ) -> None:
+        super().__init__()
+        self._set_up, self._group, self._run = set_up, group, run
+        self.name, self.key, self.alike, self.kept = name, key, alike, kept
+        self.forms = [[dtype_name(result), list(result.shape)] for result in results]
+        self._results = results
+        self._before = [result.detach().clone() for result in results]
+        self._task: Task | None = None
+        self._generation = 0
+        self._over = False
+
+    def submit(self, generation: int) -> None:
+        """Starts it in this generation."""
+        self._generation = generation
+        if self.alike:
+            self._task = self._group.submit(self._run)
+            return
+
+        def together(collectives: Collectives) -> None:
+            self._run(collectives)
+            collectives.barrier()  # no rank goes on before all have their results
+
+        self._task = self._group.submit(together)
+
+    @property
+    def completed(self) -> bool:
+        """Returns whether the results are there, of the newest generation in which it was started."""
+        return self._task is not None and self._task.done and self._task.error is None
+
+    def carry_out(self, generation: int) -> None:
+        """Waits for it in this generation; starts it there unless it is under way."""
+        if self._task is None or self._generation != generation:
+            self.take_back()
+            self.submit(generation)
+        assert self._task is not None
+        self._task.wait()
+
+    def take_back(self) -> None:
+        self._task = None
+        for result, earlier in zip(self._results, self._before, strict=True):
+            result.detach().copy_(earlier)
+
+    def run_alone(self) -> None:
+        self._group.run_alone(self._run)
+
+    def fill(self, data: Sequence[bytes]) -> None:
+        for result, each in zip(self._results, data, strict=True):
+            room = torch.empty(result.shape, dtype=result.dtype)
+            byte_view(room)[:] = np.frombuffer(each, dtype=np.uint8)
+            result.detach().copy_(room)
+
+    def bytes(self) -> list[bytes]:
+        return [as_bytes(plain(result)).cpu().numpy().tobytes() for result in self._results]
+
+    def wait(self, timeout: Any = None) -> bool:
+        if not self._over:
+            self._set_up.finish(self)
+            self._over = True
+        return True
+
+    def is_completed(self) -> bool:
+        return self._over or self.completed
+
+    def get_future(self) -> Any:
+        self.wait()
+        future: Any = torch.futures.Future()
+        future.set_result(self._results)
+        return future
 
 
 def encoded(value: Any) -> bytes:

@@ -29,6 +29,24 @@ def at(place: str, rank: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def apart(rank: int, mine: Any) -> None:
+    """What gives each rank something else, and what overlaps."""
+    for number in (1.0, 2.0):
+        at(f"reduce{int(number)}", rank)
+        total = torch.tensor([number * 10**rank])
+        dist.reduce(total, dst=0)
+        assert rank or float(total) == number * 1111.0, total
+    part: list[Any] = [None]
+    dist.scatter_object_list(part, ["a", "bbbb", "cc", None] if rank == 0 else None, src=0)
+    assert part == [["a", "bbbb", "cc", None][rank]]
+    one, other = torch.ones(1), torch.ones(1)
+    calls = [(one, None), (other, mine)]
+    works = [dist.all_reduce(t, group=g, async_op=True) for t, g in (calls if rank % 2 else calls[::-1])]
+    for work in works:
+        work.wait()
+    assert (float(one), float(other)) == (4.0, 2.0)
+
+
 def main() -> None:
     session = swift_ft.Session.from_env(replicas=4, checkpoint_every=4)
     rank = session.rank
@@ -42,10 +60,12 @@ def main() -> None:
     told: list[Any] = [os.urandom(4).hex()]
     dist.broadcast_object_list(told, src=0 if rank < 2 else 2, group=mine)
     gathered: list[Any] = [None] * 4
-    dist.all_gather_object(gathered, {"rank": rank, "word": told[0]})
+    dist.all_gather_object(gathered, {"rank": rank, "word": told[0], "more": "x" * (5 * rank)})
     at("object", rank)
-    weights = torch.full((1000,), float(rank))
-    dist.broadcast(weights, src=3)  # large: parameters
+    apart(rank, mine)
+    weights = torch.full((100_000 if PLACE == "large" else 1000,), float(rank))
+    dist.broadcast(weights, src=3)
+    at("large", rank)
     dist.barrier()
     at("last", rank)
     torch.manual_seed(int(seed))

@@ -207,9 +207,12 @@ def test_ranks_that_replay_together_may_communicate_as_they_like() -> None:
 def test_before_the_run_a_collective_is_told_and_a_message_refused() -> None:
     rank = Rank(Log())
     told: list[tuple[str, str, bool]] = []
-    rank.gate.set_up.bind(
-        lambda group, name, _results, _run, *, alike: told.append((group.label, name, alike))
-    )
+
+    def begin(group: ReconfigurableGroup, name: str, *_: object, alike: bool) -> Any:
+        told.append((group.label, name, alike))
+        return object()
+
+    rank.gate.set_up.bind(begin)
     rank.all.barrier()
     rank.some.scatter([torch.zeros(1)], [[torch.zeros(1)] * 2], dist.ScatterOptions())
     assert told == [("default", "barrier", True), ("pipeline", "scatter", False)]
@@ -242,6 +245,8 @@ def test_objects_travel_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
             gathered: list[Any] = [None] * 4
             dist.all_gather_object(gathered, plain)
             assert gathered == [plain] * 4
+            longer = torch_private._c10d._object_to_tensor("longer", "cpu", None)[0]
+            longer.resize_(100)  # as torch does where another rank's object is longer
             with pytest.raises(UsageError, match="nothing is unpickled from a peer"):
                 dist.all_gather_object(gathered, object())
             with pytest.raises(UsageError, match="with tensors among them"):
