@@ -5,12 +5,14 @@ another origin gives that origin's next batch, once it has this rank's state (`T
 """
 
 import copy
+import random
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
@@ -398,8 +400,8 @@ class _Base(NamedTuple):
     epochs: Mapping[str, int]
     snapshots: tuple[_Snapshot, ...]
     """The first one is of the iteration's beginning."""
-    generators: Mapping[str, torch.Tensor]
-    """States of the loader's and its samplers' own generators then: torchdata's go on over iterations."""
+    generators: Mapping[str, Any]
+    """States of generators in the loader, its samplers and its dataset then: they go on over iterations."""
 
 
 class RegisteredLoader:
@@ -541,7 +543,7 @@ class RegisteredLoader:
             own = self._first = self._own() if self._first is None else self._first
         else:
             own = {} if iteration > 1 and hasattr(self.loader, "state_dict") else self._own()
-        generators = {path: generator.get_state() for path, generator in self._generators()}
+        generators = {path: get_state() for path, get_state, _ in self._generators()}
         return _Base(iteration, {}, (_Snapshot(0, own, []),), generators)
 
     def _own(self) -> Any:
@@ -564,10 +566,17 @@ class RegisteredLoader:
             if callable(getattr(thing, "set_epoch", None)) and isinstance(getattr(thing, "epoch", None), int):
                 yield path, thing
 
-    def _generators(self) -> Iterator[tuple[str, torch.Generator]]:
+    def _generators(self) -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], object]]]:
+        """Yields the path of each, and what gets and sets its state."""
         for path, thing in self._parts():
-            if isinstance(generator := getattr(thing, "generator", None), torch.Generator):
-                yield path, generator
+            for name, value in _attributes(thing).items():
+                if (calls := _calls_of_generator(value)) is not None:
+                    yield f"{path}.{name}", *calls
+
+    def _has_own_sampler(self) -> bool:
+        """Returns whether a sampler is not torch's: it may keep anything from one iteration to the next."""
+        samplers = [thing for path, thing in self._parts() if "sampler" in path]
+        return any(type(each).__module__.split(".")[0] not in ("torch", "builtins") for each in samplers)
 
     def _parts(self) -> Iterator[tuple[str, Any]]:
         for path in ("", "sampler", "batch_sampler", "batch_sampler.sampler", "dataset"):
@@ -675,30 +684,45 @@ class RegisteredLoader:
         first = self._base.iteration
         if own is not None:
             self.loader.load_state_dict(copy.deepcopy(own))
-        elif at.iteration and not self._base.generators:
+        elif at.iteration and not self._base.generators and not self._has_own_sampler():
             first = at.iteration  # such an iteration follows from its number alone
-        for path, generator in self._generators() if not given else ():
+        for path, _, set_state in self._generators() if not given else ():
             if path in self._base.generators:  # one that a sampler makes when it begins came later
-                generator.set_state(self._base.generators[path])
+                set_state(self._base.generators[path])
         self._at, self._inner = Place(min(first, at.iteration), given), None
         self._set_epochs(epochs if first == at.iteration else self._base.epochs)
         if not at.iteration:
             return True
         self._inner = self._open()
+        due = following[: at.given - given] if first == at.iteration else following
+        for told in due if first == self._base.iteration else ():
+            if (batch := self._draw()) is _ENDED or _told(batch) != told:
+                return False
         while self._at.iteration < at.iteration:
             while self._draw() is not _ENDED:
                 pass
             self._set_epochs(epochs)
             self._passed = self._base_at(self._at.iteration + 1)
             self._next_iteration()
-        for told in following[: at.given - given] if self._base.iteration == at.iteration else ():
-            if (batch := self._draw()) is _ENDED or _told(batch) != told:
-                return False
         while self._at.given < at.given and self._draw() is not _ENDED:
             pass
         if at.ended and not self._at.ended:
             self._draw()
         return self._at == at
+
+
+def _calls_of_generator(value: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:
+    """Returns what gets and sets a generator's state, None for another value."""
+    if isinstance(value, torch.Generator):
+        return value.get_state, value.set_state
+    if isinstance(value, np.random.RandomState):
+        return lambda: value.get_state(legacy=False), value.set_state
+    if isinstance(value, np.random.Generator):
+        inner = value.bit_generator
+        return lambda: inner.state, lambda state: setattr(inner, "state", state)
+    if isinstance(value, random.Random):
+        return value.getstate, value.setstate
+    return None
 
 
 def _told(batch: Any) -> str | None:

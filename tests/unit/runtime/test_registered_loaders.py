@@ -5,13 +5,14 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, Sampler
 
 from swift_ft import torch_private
-from swift_ft.errors import UsageError
+from swift_ft.errors import ServiceError, UsageError
 from swift_ft.state.carried_gradients import WholeModule
 from swift_ft.state.rng import Randomness
 from tests.unit.runtime.wired import state_of, updates_of
@@ -191,6 +192,34 @@ class Trainer:
         self.state.drop_step()
 
 
+class Shuffled(Sampler[int]):
+    """Goes on over iterations, by a generator or a counter of its own."""
+
+    def __init__(self, kind: Any) -> None:
+        self.rng = kind(1)
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(20))
+        self.rng.shuffle(order)
+        return iter(order)
+
+    def __len__(self) -> int:
+        return 20
+
+
+class Counting:
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def shuffle(self, order: list[int]) -> None:
+        self.count += 1
+        random.Random(self.count).shuffle(order)
+
+
+def shuffled_by(kind: Any) -> Callable[[int], Any]:
+    return lambda _: DataLoader(Noisy(), batch_size=4, sampler=Shuffled(kind))
+
+
 LOADERS: dict[str, Callable[[int], Any]] = {
     "plain": lambda _: DataLoader(Noisy(), batch_size=4, shuffle=True),
     "sampler": lambda rank: DataLoader(Noisy(), batch_size=2, sampler=DistributedSampler(Noisy(), 2, rank)),
@@ -198,6 +227,9 @@ LOADERS: dict[str, Callable[[int], Any]] = {
     "generator": lambda rank: DataLoader(
         Noisy(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(rank)
     ),
+    "numpy's": shuffled_by(np.random.RandomState),
+    "numpy's newer": shuffled_by(np.random.default_rng),
+    "random's": shuffled_by(random.Random),
     "stateful": lambda _: Stateful(Noisy(), batch_size=4, shuffle=True),
     "stream": lambda rank: Stateful(Documents(rank), batch_size=1),
     "dataset": Documents,
@@ -359,6 +391,25 @@ def test_a_state_that_is_whole_is_gone_on_from() -> None:
     drawn.clear()
     other.load(state)
     assert len(drawn) == 10, "from the checkpoint before, by which it is known to be whole"
+
+
+def test_a_sampler_that_counts_iterations_is_drawn_from_the_first_or_found_out() -> None:
+    twin = Trainer(shuffled_by(Counting)).run(13)
+    first = Trainer(shuffled_by(Counting))
+    begun = saved(first)
+    first.run(7)
+    in_the_second = saved(first)
+    first.run(5)
+
+    def joiner(checkpoint: Any) -> Trainer:
+        made = Trainer(shuffled_by(Counting))
+        made.state.checkpoints = lambda: iter([checkpoint])
+        made.load(first.state.shared_dict())
+        return made
+
+    assert all(map(torch.equal, joiner(begun).run(1), twin[24:]))
+    with pytest.raises(ServiceError, match="does not give again"):
+        joiner(in_the_second)
 
 
 def test_a_loader_that_has_begun_and_a_second_iterator_are_refused() -> None:
