@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from swift_ft import torch_private
 from swift_ft.errors import ServiceError, UsageError
-from swift_ft.state.digests import digest_of
+from swift_ft.state.digests import Digest, digest_of, digest_there, read
 from swift_ft.state.rng import Randomness, kept, seed_all, seed_for
 from swift_ft.text import tell
 
@@ -752,19 +752,24 @@ class _Kept:
 
     def __init__(self, batch: Any) -> None:
         leaves, self._form = tree_flatten(batch)
-        self._leaves = [
-            (leaf, leaf._version) if _is_tracked(leaf) else (copy.deepcopy(leaf), 0) for leaf in leaves
-        ]
+        self._leaves = [leaf if _is_tracked(leaf) else copy.deepcopy(leaf) for leaf in leaves]
+        self._seen = self._look()
 
     @property
     def unchanged(self) -> bool:
-        """False once a tensor was changed in place."""
-        return all(leaf._version == version for leaf, version in self._leaves if _is_tracked(leaf))
+        """False once a tensor was changed in place: by its version, or by its bits, which numpy and ``.data`` change
+        without one."""
+        (versions, found), (versions_before, found_before) = self._look(), self._seen
+        return versions == versions_before and read(found) == read(found_before)
+
+    def _look(self) -> tuple[list[int], list[Digest]]:
+        tracked = [leaf for leaf in self._leaves if _is_tracked(leaf)]
+        return [leaf._version for leaf in tracked], [digest_there(leaf) for leaf in tracked]
 
     def batch(self) -> Any:
-        leaves = [leaf if _is_tracked(leaf) else copy.deepcopy(leaf) for leaf, _ in self._leaves]
+        leaves = [leaf if _is_tracked(leaf) else copy.deepcopy(leaf) for leaf in self._leaves]
         return tree_unflatten(leaves, self._form)
 
 
 def _is_tracked(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and not leaf.is_inference()
+    return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_inference()

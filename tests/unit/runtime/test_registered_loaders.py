@@ -290,6 +290,22 @@ def test_a_copy_of_a_replica_goes_on_with_batches_of_its_own(kind: str, base: in
         assert all(map(torch.equal, other.run(2), twin[2 * (at + passed) :])), "from a checkpoint since"
 
 
+@pytest.mark.parametrize(
+    "change",
+    [lambda batch: batch.numpy().__imul__(2), lambda batch: batch.data.mul_(2)],
+    ids=["numpy", "data"],
+)
+def test_a_batch_that_was_changed_behind_its_version_is_drawn_again(change: Callable[[Any], object]) -> None:
+    twin = Trainer(LOADERS["plain"]).run(4)
+    first = Trainer(LOADERS["plain"])
+    first.state.state_dict()
+    first.run(2)
+    first.state.begin_step()
+    change(next(first.stream))
+    first.state.drop_step()
+    assert all(map(torch.equal, first.run(2), twin[4:]))
+
+
 def test_what_workers_draw_is_drawn_again() -> None:
     twin = Trainer(workers).run(8)
     first = Trainer(workers)
