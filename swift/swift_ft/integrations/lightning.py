@@ -126,7 +126,7 @@ def _run(trainer: Trainer, session: Session) -> None:
         raise UsageError("SwiftStrategy takes loaders with a length: Lightning draws ahead of others")
 
     def train_step(step: int) -> None:
-        while trainer.global_step == step:
+        while trainer.global_step == step and not fit.done:
             if not loops.in_epoch:
                 fit.on_advance_start()
                 epoch.reset()
@@ -144,9 +144,11 @@ def _run(trainer: Trainer, session: Session) -> None:
                 fit.on_advance_end()
                 fit.on_iteration_done()
                 loops.in_epoch = False
-        if trainer.should_stop:
-            session.stop("trainer.should_stop was set")
+        if trainer.should_stop or (fit.done and step + 1 < num_steps):
+            session.stop("trainer.should_stop was set" if trainer.should_stop else "the last epoch has ended")
 
     updates = -(-fit.max_batches // trainer.accumulate_grad_batches)
-    session.run(train_step, trainer.max_steps if trainer.max_steps >= 0 else trainer.max_epochs * updates)
+    limits = (trainer.max_steps, trainer.max_epochs * updates)  # negative: none
+    num_steps = min(limit for limit in limits if limit >= 0)
+    session.run(train_step, num_steps)
     fit.on_run_end()
