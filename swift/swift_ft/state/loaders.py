@@ -439,10 +439,17 @@ class RegisteredLoader:
         self._since: list[Any] = []
         """What the step has got so far: a `_Base` where an iteration began, batches, `_ENDED`."""
         self._again = deque[Any]()
-        kind = type(loader)
+        kind: Any = type(loader)
         self._iter = kind.__iter__
-        mine = {"__iter__": lambda _loader: self.iterate(), "__module__": kind.__module__}
-        loader.__class__ = type(kind.__name__, (kind,), mine)
+
+        def reduce(loader: Any, protocol: Any) -> Any:
+            """Pickles it as what it was: a spawned worker gets it, and knows no session."""
+            function, arguments, *rest = kind.__reduce_ex__(loader, protocol)
+            given = [kind if each is type(loader) else each for each in (function, *arguments)]
+            return (_call, tuple(given), *rest)
+
+        mine = {"__iter__": lambda _loader: self.iterate(), "__reduce_ex__": reduce}
+        loader.__class__ = type(kind.__name__, (kind,), {**mine, "__module__": kind.__module__})
 
     # --- the trainer's ---
 
@@ -731,6 +738,10 @@ def _told(batch: Any) -> str | None:
         return digest_of(batch).hex()
     except UsageError:
         return None
+
+
+def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
 
 
 class _Handed:

@@ -3,6 +3,7 @@
 import copy
 import random
 from collections.abc import Callable, Iterator
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
@@ -426,6 +427,12 @@ def test_a_sampler_that_counts_iterations_is_drawn_from_the_first_or_found_out()
     assert all(map(torch.equal, joiner(begun).run(1), twin[24:]))
     with pytest.raises(ServiceError, match="does not give again"):
         joiner(in_the_second)
+
+
+def test_a_registered_dataset_is_pickled_as_what_it_was() -> None:
+    copied = ForkingPickler.loads(ForkingPickler.dumps(Trainer(Documents).loader))
+    assert type(copied) is Documents
+    assert next(iter(copied)).tolist() == next(iter(Documents(0))).tolist()
 
 
 def test_a_loader_that_has_begun_and_a_second_iterator_are_refused() -> None:
