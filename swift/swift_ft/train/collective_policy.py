@@ -52,6 +52,7 @@ class Gate:
         """Names and ranks of the trainer's groups, of whichever ranks, in order."""
         self._bound: tuple[Channel, Updates, Sequence[Participant]] | None = None
         self._in_step = False
+        self._begun = False
         self._passing = False
         self.over = False
         """Set once `session.run` has returned."""
@@ -69,7 +70,8 @@ class Gate:
         return self._bound
 
     def around(self, train_step: Callable[[int], object]) -> Callable[[int], object]:
-        """Returns the trainer's function wrapped so that its communication is checked."""
+        """(session.run) Returns the trainer's function wrapped so that its communication is checked."""
+        self._begun = True
 
         def step(number: int) -> object:
             rank = os.getpid()
@@ -123,6 +125,11 @@ class Gate:
         if self._passing or self.over:
             return None
         if not self._in_step:
+            if self._begun:
+                raise UsageError(
+                    f"dist.{name} outside of train_step, while session.run goes on: the others are in a step or in a "
+                    "recovery, and would not come; do it in train_step, or when session.run has returned"
+                )
             return self.set_up(group, name, results, run, alike=alike)
         if group.live:
             return None

@@ -218,6 +218,9 @@ def test_before_the_run_a_collective_is_told_and_a_message_refused() -> None:
     assert told == [("default", "barrier", True), ("pipeline", "scatter", False)]
     with pytest.raises(UsageError, match=r"dist\.send outside of train_step: .* comes there alone"):
         rank.all.send([torch.zeros(1)], 1)
+    rank.gate.around(lambda _step: None)
+    with pytest.raises(UsageError, match=r"dist\.barrier outside of train_step, while session\.run goes on"):
+        rank.all.barrier()  # as a script does where an error ends its run
     rank.gate.over = True
     for call in (lambda: rank.all.barrier().wait(), lambda: rank.all.send([torch.zeros(1)], 1)):
         with pytest.raises(RuntimeError, match="ended generation"):  # it tries
