@@ -664,9 +664,7 @@ def carry_objects_by(encode: Any, decode: Any, active: Any) -> None:
         if not active():
             return _object_to_tensor(value, device, group)
         data = encode(value)
-        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(
-            device, copy=True
-        )  # torch resizes it
+        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device, copy=True)  # it is resized
         return tensor, torch.tensor([len(data)], dtype=torch.int64, device=device)
 
     def to_object(tensor: torch.Tensor, size: Any, group: Any) -> Any:

@@ -53,6 +53,6 @@ def test_parameters_that_are_lost_before_there_is_a_state_end_the_job(tmp_path: 
         code_wanted=3,
     )
     assert (
-        "was lost before the job had begun, and cannot get what dist.broadcast had given it"
+        "a rank was lost before the job had begun, and rank 1 cannot get what dist.broadcast gives it"
         in found["output"]
     )

@@ -24,6 +24,7 @@ from swift_ft.device import accelerator_in_use
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.optimizers import Lamb
 from swift_ft.planner import Assignment
+from swift_ft.state.tensors import summed
 from swift_ft.state.transfer import local, placement
 
 # Optimizers whose steps take norms or products of whole matrices: collectives of torch's after the vote.
@@ -67,7 +68,7 @@ def reduced_by_fsdp(
     """
     reduced = _managed(module)
     lasting = {each for group in groups.values() for each in group.with_parts()}
-    together = groups["tensor"].ranks if "tensor" in groups else ()
+    together = set(groups["tensor"].ranks if "tensor" in groups else ())
     for name, parameter in module.named_parameters():
         if not is_sharded(parameter):
             continue
@@ -77,9 +78,8 @@ def reduced_by_fsdp(
                 f"{name} is sharded over a mesh that is not rebuilt after a failure; make it after the session, or use "
                 "session.mesh"
             )
-        if parameter not in reduced and any(
-            len(g.ranks) > 1 and not set(g.ranks) <= {*together} for g in over
-        ):
+        apart = [group for group in over if len(group.ranks) > 1 and not together.issuperset(group.ranks)]
+        if apart and parameter not in reduced:
             raise UsageError(
                 f"{name} is a DTensor over ranks that train on batches of their own, and no fully_shard averages its "
                 "gradient; if these ranks compute one batch together, say so: Session.from_env(tensor_parallel=...)"
@@ -160,14 +160,13 @@ def globalized(
         if at not in words:
             return tensor
         shard = _shard(words[at])
-        template = templates.get(shard)
-        placements = () if template is None else template.placements
-        if (
-            template is None and _mesh(shard) in meshes and "S(" not in shard
-        ):  # the same on all ranks of its mesh
+        if shard in templates:
+            template = templates[shard]
+            placements = template.placements
+        elif "S(" not in shard and _mesh(shard) in meshes:  # the same on all ranks of its mesh
             template = meshes[_mesh(shard)]
             placements = [Replicate()] * len(template.placements)
-        if template is None:
+        else:
             raise ServiceError(f"the state at {at} is {words[at]}; this rank holds {'; '.join(templates)}")
         shape = torch.Size(json.loads(words[at].rpartition(" of ")[2]))
         stride = torch.empty(shape, device="meta").stride()
@@ -237,19 +236,10 @@ def norm_over_shards(
         part = part_of_norm(gradients, norm_type, device)
         for dimension, placement_there in enumerate(placements):
             if not placement_there.is_replicate():
-                parts = torch.stack(mesh.get_group(dimension).gathered(part))
-                part = parts.max() if infinite else _summed(parts)
+                parts = mesh.get_group(dimension).gathered(part)
+                part = torch.stack(parts).max() if infinite else summed(parts)
         whole = torch.maximum(whole, part) if infinite else whole + part
     return whole
-
-
-def _summed(parts: torch.Tensor) -> torch.Tensor:
-    """Returns the sum in the order of ranks."""
-    first, *others = parts.unbind()
-    total = first.clone()
-    for other in others:
-        total.add_(other)
-    return total
 
 
 def stand_in(parameter: Any) -> Any:

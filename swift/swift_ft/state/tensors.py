@@ -94,6 +94,14 @@ def overlapping(tensors: Mapping[str, torch.Tensor]) -> set[str]:
     return overlapping
 
 
+def summed(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns the sum of `parts`, added in their order."""
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
 def laid_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Returns `value` with the strides that a sum of such tensors has: records have none, and kernels need them."""
     laid = torch.empty_like(like, dtype=value.dtype)

@@ -1,11 +1,11 @@
 """Policy for the trainer's own communication, over the session's groups and over its own.
 
-    before session.run   one result for all ranks: run once, and told to a process that comes later (`train.set_up`)
+    before session.run   collectives: run once, and told to a process that comes later (`train.set_up`)
     in train_step        over ranks that replay together (one stage's): anything, also in a replay
                          over others: one result for all ranks, which is recorded, and answered from the log in a replay
-                         anything else (messages, scatter): refused
-    after session.run    allowed
+    after session.run    anything
 
+Anything else is refused: messages before the run and between stages, and whatever an error's handler sends in the run.
 A replay has no peers but the ranks of its own stage. A communication that is neither answered nor refused would wait
 forever.
 """

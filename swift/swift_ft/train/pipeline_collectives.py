@@ -12,10 +12,10 @@ from swift_ft import torch_private
 from swift_ft.comm.groups import ReconfigurableGroup
 from swift_ft.errors import UsageError
 from swift_ft.state import fsdp
-from swift_ft.state.tensors import laid_like
+from swift_ft.state.tensors import laid_like, summed
 from swift_ft.train import updates as wait_free
 from swift_ft.train.boundary_log import Channel
-from swift_ft.train.staggering import Staggering, norm_of, summed
+from swift_ft.train.staggering import Staggering, norm_of
 from swift_ft.train.updates import Updates
 
 
@@ -116,14 +116,13 @@ class Crossing:
         self._updates.reduce_of(given)
         own = [fsdp.stand_in(parameter) for parameter in given]
         elsewhere = {id(parameter) for parameter in (*uncounted, *self._updates.ties.uncounted())}
-        counted = [mine for mine, theirs in zip(own, given, strict=True) if id(theirs) not in elsewhere]
-        shards = {id(mine) for mine, theirs in zip(own, given, strict=True) if mine is not theirs}
-        sharded: list[Any] = [p for p in given if fsdp.is_sharded(p) and id(p) not in elsewhere]
+        counted: list[Any] = [parameter for parameter in given if id(parameter) not in elsewhere]
+        sharded = [parameter for parameter in counted if fsdp.is_sharded(parameter)]
         infinite = norm_type == float("inf")
         device = given[0].device if given else torch.device("cpu")
 
         def own_part() -> torch.Tensor:
-            grads = [p.grad for p in counted if p.grad is not None and id(p) not in shards]
+            grads = [p.grad for p in counted if p.grad is not None and not fsdp.is_sharded(p)]
             return fsdp.part_of_norm(grads, norm_type, device)
 
         def total() -> torch.Tensor:

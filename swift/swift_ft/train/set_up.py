@@ -158,26 +158,25 @@ class SetUp:
                 f"rank {self._rank} comes to dist.{work.name} {work.forms} before session.run, and the others came to "
                 f"dist.{told['name']} {told['forms']} there: make the same calls in every process"
             )
-        own: dict[str, Any] | None = told
-        if not work.alike:
-            own = self._read(f"{work.key}/{self._rank}")
-            if own is not None and own["generation"] != told["generation"]:
-                own = None
-        lost = own is None or (not work.kept and not self._membership.has_run)
-        if lost and not (self._alone or work.completed):
-            raise ServiceError(
-                f"rank {self._rank} was lost before the job had begun, and cannot get what dist.{work.name} had given "
-                "it: start the job again"
-            )
-        if work.completed:
-            pass  # in the generation in which the others told it
-        elif own is None or not work.kept:
-            work.run_alone()
-        else:
-            work.fill([b64decode(data) for data in own["data"]])
+        if not work.completed:  # else it has its result, of the generation in which the others told theirs
+            own = told if work.alike else self._own(work, told)
+            if not self._alone and (own is None or (not work.kept and not self._membership.has_run)):
+                raise ServiceError(
+                    f"a rank was lost before the job had begun, and rank {self._rank} cannot get what dist.{work.name} "
+                    "gives it: start the job again"
+                )
+            if own is None or not work.kept:
+                work.run_alone()
+            else:
+                work.fill([b64decode(data) for data in own["data"]])
         if not self._alone:
             self._put(work.key, told)  # it holds for those who come while this process is there
             events.emit("set_up_answered", rank=self._rank, key=work.key, name=work.name)
+
+    def _own(self, work: "SetUpWork", told: dict[str, Any]) -> dict[str, Any] | None:
+        """Returns this rank's own result of a collective that gives each another one; None if it died with it."""
+        own = self._read(f"{work.key}/{self._rank}")
+        return own if own is not None and own["generation"] == told["generation"] else None
 
     def _result(self, work: "SetUpWork", forms: Any) -> dict[str, Any]:
         data = work.bytes() if work.kept and forms else []

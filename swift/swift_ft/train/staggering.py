@@ -38,6 +38,7 @@ from swift_ft.comm.worker_thread import Task
 from swift_ft.device import Arrivals
 from swift_ft.planner import Assignment
 from swift_ft.state.checkpoint_file import Snapshot, restored
+from swift_ft.state.tensors import summed
 from swift_ft.train.boundary_log import Channel
 from swift_ft.train.coordinator_session import Member
 from swift_ft.train.hook import Hook
@@ -371,14 +372,6 @@ def norm_of(parts: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     if norm_type == float("inf"):
         return torch.stack(parts).max()
     return summed(parts) ** (1.0 / norm_type)
-
-
-def summed(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Returns the sum of `parts`, added in their order."""
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total += part
-    return total
 
 
 def clips(norm: torch.Tensor, max_norm: float) -> bool:

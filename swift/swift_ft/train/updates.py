@@ -253,12 +253,12 @@ class Updates:
         channel: Channel,
         check: Callable[[], None],
         groups_whole: Callable[[], None],
-        votes: bool | None = None,
+        votes: bool,
     ):
         """`reducer` is None without other data-parallel ranks. `check` raises Interrupted once a newer generation is
-        published, `groups_whole` RuntimeError once a connection is broken. `votes`: ranks of one stage must update
-        alike; None: if there is a reducer."""
-        self._votes = reducer is not None if votes is None else votes
+        published, `groups_whole` RuntimeError once a connection is broken. `votes`: several ranks of one
+        stage must update alike."""
+        self._votes = votes
         self._config = config
         self._reducer = reducer
         self._faults = faults

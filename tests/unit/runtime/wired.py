@@ -64,6 +64,7 @@ def updates_of(
         channel=channel or Still(),
         check=ignored,
         groups_whole=ignored,
+        votes=reducer is not None,
     )
     if vote is not None:
         updates.vote.bind(vote)
