@@ -114,7 +114,7 @@ def _add_job(group: _Group) -> None:
         metavar="FILE|SPEC",
         help="Make these failures happen while the job runs: at coordinates (rank=2,step=17,phase=backward), drawn "
         "(every=weibull,shape=0.6,mtbf=40,until=200,seed=7), or by a trace. What was injected, and who noticed it "
-        "after how long, is printed at the end and is in failures.json (docs/failures.md).",
+        "after how long, is printed at the end and is in failures.json (docs/drills.md).",
     )
 
 
@@ -155,7 +155,7 @@ def _add_recovery(group: _Group) -> None:
         choices=("start", "always", "off"),
         help="A process that is no rank does some of a rank's steps again, from a checkpoint and the log, and compares "
         "them with what the rank has done: each rank twice at the 'start', or 'always' one after the other. What "
-        "differs is named (docs/rehearsals.md). Default: start, if there is a spare.",
+        "differs is named (docs/exactness.md). Default: start, if there is a spare.",
     )
     group.add(
         "--max-restarts",

@@ -29,7 +29,7 @@ from swift_ft.state.tree import join, split
 #
 # In torch's terms: buffers that are not persistent, and plain attributes of modules (numbers, strings, tensors, arrays,
 # small containers of them); which parameters are frozen, and which modules train. Objects, hooks and closures are not
-# covered: the trainer registers them, and a rehearsal finds those that matter (docs/rehearsals.md).
+# covered: the trainer registers them, and a rehearsal finds those that matter (docs/exactness.md).
 #
 # A value is restored into the existing tensor, array or container if that is of the same kind: other objects may
 # refer to it too, or to a view of it.

@@ -259,7 +259,7 @@ class SessionConfig:
     """When recoveries are rehearsed: a process that holds no rank repeats some of a rank's steps, from a checkpoint and
     the log, and compares them with the rank's results. "start" (each rank twice, after its first checkpoints), "always"
     (then one rank after the other, as long as the job runs), "off". `Session.from_env` takes "start" if `swift-ft run`
-    keeps a spare, else "off". Differences are named, and the job is not exact from there on (docs/rehearsals.md)."""
+    keeps a spare, else "off". Differences are named, and the job is not exact from there on (docs/exactness.md)."""
     require_exact: bool = False
     """Fails the job once it is known to be not exact, instead of going on."""
     non_finite_loss: str = "warn"

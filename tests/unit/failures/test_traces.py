@@ -87,7 +87,7 @@ def _count(spec: str) -> int:
         (
             '\n[{"node": "a"}]',
             "",
-            "a JSON list is no schedule: write a trace as CSV (docs/failures.md#traces)",
+            "a JSON list is no schedule: write a trace as CSV (docs/drills.md#traces)",
         ),
         ("start,end\n1,2\n", "", "with node and start among them"),
         ("node,start\n", "", "there is no failure in it"),

@@ -89,7 +89,7 @@ def problems(asked: "DrillConfig") -> Iterator[str]:
 def _problems(fault: Fault, asked: "DrillConfig") -> Iterator[str]:
     """Yields why the drill cannot have this fault, the coordinates' problems first."""
     if not _is_kill_or_flip(fault):
-        yield "a drill kills at coordinates; swift-ft run --failures does this (docs/failures.md)"
+        yield "a drill kills at coordinates; swift-ft run --failures does this (docs/drills.md)"
     shape, rank, step = asked.topology, getattr(fault, "rank", None), getattr(fault, "step", None)
     if isinstance(fault, LogLossFault) and fault.server >= asked.log_servers:
         yield f"log must be 0 to {asked.log_servers - 1} (--log-servers {asked.log_servers})"

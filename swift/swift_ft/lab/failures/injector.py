@@ -113,7 +113,7 @@ def free(directory: str) -> None:
 # users of the machine. So is a launcher that lacks the permission to change the device.
 
 _TIMEOUT_S = 10.0
-_HOW = "start swift-ft run inside a network namespace of its own (docs/failures.md#network)"
+_HOW = "start swift-ft run inside a network namespace of its own (docs/drills.md#network)"
 
 
 def check_link(link: str, flag: str) -> None:

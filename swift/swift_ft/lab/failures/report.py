@@ -34,7 +34,7 @@ _ASKED_LATER_S = 2.0
 def outcomes(
     faults: Sequence[Fault], trace: Sequence[Event], began: float, why_not: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """Returns `failures` of the report, in the order of the schedule (docs/failures.md lists the fields).
+    """Returns `failures` of the report, in the order of the schedule (docs/drills.md lists the fields).
 
     `trace`: events in order of time. `began`: event clock when the first rank was started. `why_not`: id -> reason why
     a failure was not injected, where it is known."""

@@ -246,7 +246,7 @@ def text_of(path: Path, flag: str) -> str:
         raise UsageError(f"{flag} {path}: not a text in UTF-8") from None
     if text.lstrip().startswith("["):
         raise UsageError(
-            f"{flag} {path}: a JSON list is no schedule: write a trace as CSV (docs/failures.md#traces)"
+            f"{flag} {path}: a JSON list is no schedule: write a trace as CSV (docs/drills.md#traces)"
         )
     return text
 
@@ -446,7 +446,7 @@ def read_schedule(given: str, flag: str = "--failures") -> list[Entry]:
         entries = parse_schedule(given, flag)
     elif not is_there:
         raise UsageError(
-            f"{flag} {given}: there is no such file, and it is no failure such as rank=2,step=17 (docs/failures.md)"
+            f"{flag} {given}: there is no such file, and it is no failure such as rank=2,step=17 (docs/drills.md)"
         )
     else:
         entries = _of_file(Path(given), flag)

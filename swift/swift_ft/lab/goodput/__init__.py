@@ -1,4 +1,4 @@
-"""The expected share of time that is training, for every strategy, by formula and by simulation (docs/goodput.md).
+"""The expected share of time that is training, for every strategy, by formula and by simulation (docs/planning.md).
 
 figures      durations of recoveries and overheads, each with its source; published failure data
 cluster      ranks, nodes, replicas; the faults of a cluster

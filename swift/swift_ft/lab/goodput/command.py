@@ -30,7 +30,7 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="swift-ft plan --goodput",
         description="Predicts the share of time that is training, of every strategy, by formula and by simulation.",
-        epilog="docs/goodput.md has the model",
+        epilog="docs/planning.md has the model",
     )
     parser.add_argument("--goodput", action="store_true", help=argparse.SUPPRESS)
     presets = list(figures.PRESETS)

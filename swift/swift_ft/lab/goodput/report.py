@@ -72,7 +72,7 @@ def mean_speed(way: Way, cluster: Cluster, missing: float) -> float:
 AGREE_SIGMA = 3.2905
 """Half width of the 99.9 % interval, in standard errors."""
 AGREE_LEAST = 1e-3
-"""Differences below this are not reported: the formula omits terms of second order (docs/goodput.md)."""
+"""Differences below this are not reported: the formula omits terms of second order (docs/planning.md)."""
 WORTH_TELLING = 0.2
 """Share of the difference that a violated assumption must explain to be reported."""
 COLUMNS_MAX = 118
