@@ -67,13 +67,14 @@ def take_signals(stop: Callable[[], object]) -> None:
     threading.Thread(target=wait, name="signals", daemon=True).start()
 
 
-def announce(arguments: argparse.Namespace, port: int, protection: Mapping[str, bool], **fields: str) -> str:
-    """Announces the address: in a file if one was requested, and as an event. Returns it."""
+def announce(arguments: argparse.Namespace, who: str, port: int, protection: Mapping[str, bool]) -> None:
+    """Announces the address: in a file if one was requested, as an event, and where the log is text as a line."""
     address = f"{arguments.listen.rpartition(':')[0]}:{port}"
     if arguments.address_file is not None:
         write_address(arguments.address_file, address)
-    events.emit("serving", address=address, **fields, **protection)
-    return address
+    events.emit("serving", address=address, directory=str(arguments.directory), **protection)
+    if arguments.log_format == logs.TEXT:
+        print(f"{who} on {address}, directory {arguments.directory}", flush=True)
 
 
 def exit_with(main: Callable[[], int]) -> NoReturn:

@@ -48,8 +48,8 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser that raises UsageError. `description` is the first line of its help."""
 
     def __init__(self, *, prog: str, description: str, **options: Any) -> None:
-        super().__init__(prog=prog, allow_abbrev=False, **options)
-        only_finite(self)
+        super().__init__(prog=prog, **{"allow_abbrev": False} | options)
+        self.register("type", float, _finite)
         self._first_line = description
 
     def parse_known_args(self, *args: Any, **options: Any) -> Any:
@@ -64,15 +64,11 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} (see {self.prog} --help)")
 
 
-def only_finite(parser: argparse.ArgumentParser) -> None:
-    """Makes ``type=float`` reject infinity and nan; no range check would reject nan."""
-
-    def finite(text: str) -> float:
-        if not math.isfinite(value := float(text)):
-            raise ValueError(text)
-        return value
-
-    parser.register("type", float, finite)
+def _finite(text: str) -> float:
+    """Parses a number of a flag with ``type=float``; no range check would reject nan."""
+    if not math.isfinite(value := float(text)):
+        raise ValueError(text)
+    return value
 
 
 def argument(parse: Callable[[str], T]) -> Callable[[str], T]:

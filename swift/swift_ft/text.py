@@ -31,6 +31,12 @@ def text_of(text: str) -> str:
     return _NOT_IN_A_TEXT.sub(" ", text)
 
 
+def last_line(output: str, length_max: int = 200) -> str:
+    """Returns the last line that is not blank, cut to that many characters; empty if there is none."""
+    lines = (line.strip() for line in reversed(output.splitlines()))
+    return one_line(next(filter(None, lines), "")[:length_max])
+
+
 def listed(names: Iterable[str], shown_max: int = 8) -> str:
     """Joins all names, or the first ones and the number of the rest."""
     names = list(names)

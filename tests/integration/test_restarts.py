@@ -121,7 +121,8 @@ def test_all_processes_are_new_and_meet_in_a_new_store(
     try:
         first = [launch.rank(0), launch.rank(1)]
         launch.go(0)  # has ended well when the other one dies: it begins again all the same
-        (tmp_path / "go.0").unlink(missing_ok=True)
+        wait_until(lambda: not first[0].alive, "its end")
+        (tmp_path / "go.0").unlink()
         os.kill(first[1].pid, signal.SIGKILL)
         second = [launch.rank(0, 2), launch.rank(1, 2)]
         assert {rank.env["TORCHELASTIC_RESTART_COUNT"] for rank in second} == {"1"}

@@ -323,9 +323,7 @@ async def serve(arguments: argparse.Namespace, caught_up: Callable[[], bool]) ->
         port = await started(server, driver, servicer, checks, protection)
         if metrics is not None and listen:
             hide = show_metrics(metrics, driver, checks, listen, arguments)
-        address = program.announce(arguments, port, protection.fields())
-        if arguments.log_format == logs.TEXT:
-            print(f"coordinator on {address}, directory {arguments.directory}", flush=True)
+        program.announce(arguments, "coordinator", port, protection.fields())
         await until_stopped(server, driver, stopped)
     finally:
         events.emit("draining")

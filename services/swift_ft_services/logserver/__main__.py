@@ -220,7 +220,6 @@ def serve(options: argparse.Namespace) -> None:
             server, checks = make_server(engine, gate, metrics.refused)
         port = listening.bind(server, protection)
         engine.start(storage.recover())
-        as_text = options.log_format == logs.TEXT
         if metrics is not None:
             host, metrics_port = options.metrics
             shown = Exposition(
@@ -231,12 +230,10 @@ def serve(options: argparse.Namespace) -> None:
                 lambda: checks.problem() and (engine.state.failed or f"it is {engine.state.condition()}"),
             )
             stack.callback(shown.close)
-            shown.announce(options.metrics_address_file, as_text=as_text)
+            shown.announce(options.metrics_address_file, as_text=options.log_format == logs.TEXT)
         server.start()
         engine.state.on_health(engine.state.serves)
-        address = program.announce(options, port, protection.fields(), directory=str(directory))
-        if as_text:
-            print(f"log server on {address}, directory {directory}", flush=True)
+        program.announce(options, "log server", port, protection.fields())
         stopped.wait()
         events.emit("draining")
         engine.drain()

@@ -54,7 +54,7 @@ from swift_ft.launch.together import Together
 from swift_ft.launch.worker import Program
 from swift_ft.log.memory import available_memory
 from swift_ft.rpc.codec import of_view
-from swift_ft.rpc.views import STARTED_AGAIN, end_words, has_left_forming, inexact_words, state_name
+from swift_ft.rpc.views import OVER, STARTED_AGAIN, end_words, has_left_forming, inexact_words, state_name
 from swift_ft.text import listed
 from swift_ft.text import tell as say
 
@@ -63,7 +63,6 @@ from swift_ft.text import tell as say
 LATE_S = 20.0
 """Seconds after which a launcher reports what the job waits for: longer than missing a rank and starting another
 take."""
-_OVER = (pb.FINISHED, pb.FAILED, pb.STOPPED)
 _REFUSED = re.compile(r"(rank \d+) refused(?: ([A-Z_]+))?: (.*)", re.DOTALL)
 
 
@@ -91,7 +90,7 @@ class Told:
     def _losses(self, view: pb.View, mine: Collection[int]) -> list[str]:
         before, self._members = self._members, {member.rank: member for member in view.members}
         lines = []
-        if view.state not in (pb.RUNNING, *_OVER):
+        if view.state not in (pb.RUNNING, *OVER):
             hosts = {member.host for rank, member in before.items() if rank not in {*mine, *self._members}}
             for host in sorted(hosts):
                 there = {rank for rank, member in before.items() if member.host == host}
@@ -486,8 +485,8 @@ class ReplacingAgent:
         if self._leaving.begins(self._view):
             say("SIGTERM: a checkpoint is made first (another signal ends the ranks at once)")
         self._leaving.check(self._view)
+        self._has_session = self._has_session or any(child.has_session for child in (*spoke, *ended))
         for child in spoke:  # first: a spare that has just become warm can be used
-            self._has_session = self._has_session or child.has_session
             (self._rehearsals if child.rehearses else self._spares).heard(child)
         self._look_after_unprotected()
         # Then deaths, which are urgent.
@@ -596,7 +595,6 @@ class ReplacingAgent:
         self._rehearsals.give_way()
         if self.outcome is not None:
             return
-        self._has_session = self._has_session or child.has_session
         why = self._memory_kills.words(child.pid) if child.exit_code == -signal.SIGKILL else ""
         if self._is_plain(child.exit_code):
             self._restart(f"rank {child.rank}: {describe_exit(child.exit_code, why)}")
@@ -841,7 +839,7 @@ class ReplacingAgent:
         if view is None:
             return None
         if self._before is None:
-            over = view.state in _OVER and self._job.run not in view.runs
+            over = view.state in OVER and self._job.run not in view.runs
             self._before = view.generation if over else 0
         return None if view.generation == self._before else view
 

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Protocol
 
@@ -105,14 +105,17 @@ SERVER_FAILURES_MAX = 3
 """Consecutive failures of fork servers after which children are new interpreters."""
 SERVER_AGAIN_S = 5.0
 """Seconds until a fork server that could not be started is tried again."""
-DIES_WITH_LAUNCHER = """
+_DIES_WITH_LAUNCHER = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, which a command that is executed keeps
 if os.getppid() == int(sys.argv[1]):
     os.execvp(sys.argv[2], sys.argv[2:])
 """
-"""Program for `python -c`, with the launcher's pid, a command and its arguments: executes the command, which dies with
-the launcher."""
+
+
+def dying_with_launcher(command: Sequence[str]) -> list[str]:
+    """Returns a command that executes this one, which then dies with the launcher."""
+    return [sys.executable, "-I", "-S", "-c", _DIES_WITH_LAUNCHER, str(os.getpid()), *command]
 
 
 class StartFailed(ServiceError):

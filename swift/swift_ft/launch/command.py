@@ -11,7 +11,7 @@ import secrets
 import signal
 import sys
 import uuid
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.machinery import PathFinder
@@ -54,17 +54,6 @@ def check_recovery_flags(args: argparse.Namespace) -> None:
         raise UsageError(f"run: --adaptive-memory {memory}: 1 or more")
     if args.strategy and (problem := lost_shard_problem(args.strategy, args.lost_shard or "")):
         raise UsageError(f"run: --lost-shard {args.lost_shard} with --strategy {args.strategy}: {problem}")
-
-
-def tell_sessions(args: argparse.Namespace, environment: MutableMapping[str, str]) -> None:
-    """Writes the given flags to the environment, where `Session.from_env` reads them."""
-    environment[ENV_SPARES] = str(args.spares)
-    if args.allow_inexact:
-        environment[ENV_ALLOW_INEXACT] = "1"
-    for setting, variable in LAUNCHER_SETTINGS.items():
-        value = getattr(args, setting)
-        if value is not None:
-            environment[variable] = str(value)
 
 
 # The rendezvous of a job's machines, and the job's name, from the flags of `swift-ft run`.
@@ -303,7 +292,14 @@ def make_plan(argv: Sequence[str]) -> LaunchPlan:
 
 
 def _tell_ranks(args: argparse.Namespace) -> None:
-    tell_sessions(args, os.environ)
+    """Writes the given flags to the environment, where `Session.from_env` reads them."""
+    os.environ[ENV_SPARES] = str(args.spares)
+    if args.allow_inexact:
+        os.environ[ENV_ALLOW_INEXACT] = "1"
+    for setting, variable in LAUNCHER_SETTINGS.items():
+        value = getattr(args, setting)
+        if value is not None:
+            os.environ[variable] = str(value)
     if "OMP_NUM_THREADS" not in os.environ and args.nproc_per_node != "1":
         os.environ["OMP_NUM_THREADS"] = "1"
 

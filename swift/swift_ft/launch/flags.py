@@ -9,7 +9,7 @@ import copy
 import os
 from typing import Any, NoReturn
 
-from swift_ft.cli_parser import argument, local_directory, only_finite
+from swift_ft.cli_parser import Parser, argument, local_directory
 from swift_ft.errors import UsageError
 from swift_ft.launch.health_check import LIMIT_S_DEFAULT
 from swift_ft.planner.settings import LOST_SHARDS, QUICKEST, STRATEGIES
@@ -39,12 +39,7 @@ class _Formatter(argparse.HelpFormatter):
         return super()._format_action_invocation(shown)
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose help begins with a description of the command, and whose errors have one line."""
-
-    def format_help(self) -> str:
-        return f"{DESCRIPTION}\n\n{super().format_help()}"
-
+class _Parser(Parser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"run: {message} (see swift-ft run --help)")
 
@@ -63,10 +58,11 @@ class _Group:
 def make_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="swift-ft run",
+        description=DESCRIPTION,
+        allow_abbrev=True,  # as in torchrun
         usage="swift-ft run [FLAGS] SCRIPT [ARGUMENTS...]",
         formatter_class=_Formatter,
     )
-    only_finite(parser)
     _add_job(_Group(parser, "the job"))
     _add_recovery(_Group(parser, "recovery"))
     _add_checkpoints(_Group(parser, "checkpoints"))

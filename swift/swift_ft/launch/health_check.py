@@ -13,21 +13,19 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from swift_ft import events
 from swift_ft.errors import ServiceError, UsageError
-from swift_ft.launch.children import DIES_WITH_LAUNCHER, Nursery
+from swift_ft.launch.children import Nursery, dying_with_launcher
 from swift_ft.launch.decisions import describe_exit
-from swift_ft.text import one_line
+from swift_ft.text import last_line
 
 LIMIT_S_DEFAULT = 30.0
 _OUTPUT_BYTES = 4096
 """Bytes at the end of a check's output in which its last line is searched."""
-_LINE_MAX = 200
 KILL_WAIT_S = 2.0
 """Seconds that a killed check may take to end."""
 
@@ -73,9 +71,8 @@ class Check:
         self.limit_s = check.limit_s
         self._began = events.now()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  (closed at the end of the check)
-        command = [sys.executable, "-I", "-S", "-c", DIES_WITH_LAUNCHER, str(os.getpid()), *check.words]
         self._process = subprocess.Popen(
-            command,
+            dying_with_launcher(check.words),
             env=dict(environment),
             stdin=subprocess.DEVNULL,
             stdout=self._output,
@@ -112,8 +109,7 @@ class Check:
         with self._output as output:
             size = output.seek(0, os.SEEK_END)
             output.seek(max(0, size - _OUTPUT_BYTES))
-            lines = output.read().decode(errors="replace").splitlines()
-        return one_line(next((line.strip() for line in reversed(lines) if line.strip()), "")[:_LINE_MAX])
+            return last_line(output.read().decode(errors="replace"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

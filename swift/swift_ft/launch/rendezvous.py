@@ -110,8 +110,6 @@ class PlacedRendezvous(Rendezvous):
     """
 
     def __init__(self, ranks: int, node_rank: int, nodes: int, address: str, port: int) -> None:
-        if not 0 <= node_rank < nodes:
-            raise ValueError(f"--node-rank {node_rank}: 0 to {nodes - 1}")
         self._place = MachinePlace(
             number=node_rank, ranks_of=[ranks] * nodes, master_addr=address, master_port=port
         )

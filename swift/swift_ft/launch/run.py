@@ -79,12 +79,7 @@ def run(plan: LaunchPlan) -> Outcome:
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(each.name for each in plan.config.signals)
     events.emit("launcher_start", job=plan.job.name)
     if plan.standalone is not None:
-        for name in (
-            ENV_TOKEN_FILE,
-            ENV_CA,
-            ENV_CERTIFICATE,
-            ENV_KEY,
-        ):  # of other services than the job's own
+        for name in (ENV_TOKEN_FILE, ENV_CA, ENV_CERTIFICATE, ENV_KEY):  # of other services than its own
             os.environ.pop(name, None)
     asked = plan.preload != PRELOAD_DEFAULT
     nursery = Nursery(

@@ -20,9 +20,9 @@ from pathlib import Path
 from swift_ft import events
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.files import make_directory
-from swift_ft.launch.children import DIES_WITH_LAUNCHER, Nursery
+from swift_ft.launch.children import Nursery, dying_with_launcher
 from swift_ft.launch.decisions import describe_exit
-from swift_ft.text import one_line
+from swift_ft.text import last_line
 
 START_S_MAX = 60.0
 END_S_MAX = 5.0
@@ -30,7 +30,6 @@ END_S_MAX = 5.0
 LOCK_S = 2.0
 """Seconds that services of a launcher that was killed may take to end."""
 _LOOK_S = 0.02
-_LINE_MAX = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +96,7 @@ class _Service:
         program += ["--listen", self.address or "127.0.0.1:0", "--address-file", str(self._address_file)]
         with open(self.said, "ab") as said:
             self.process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", DIES_WITH_LAUNCHER, str(os.getpid()), *program],
+                dying_with_launcher(program),
                 stdin=subprocess.DEVNULL,
                 stdout=said,
                 stderr=subprocess.STDOUT,
@@ -127,13 +126,8 @@ class _Service:
 
     def ended_words(self) -> str:
         """Returns how it has ended, with its last line."""
-        lines = self.said.read_text(errors="replace").splitlines()
-        return ": ".join(
-            [
-                f"the job's {self.name} has ended ({describe_exit(self.process.wait())})",
-                one_line(lines[-1])[:_LINE_MAX] if lines else "it has said nothing",
-            ]
-        )
+        line = last_line(self.said.read_text(errors="replace")) or "it has said nothing"
+        return f"the job's {self.name} has ended ({describe_exit(self.process.wait())}): {line}"
 
     def start_again(self) -> None:
         os.close(self._pidfd)

@@ -15,6 +15,8 @@ from swift_ft.text import WORLD_SIZE_MAX, one_line
 
 # A View as human-readable text, for `swift-ft status` and the launcher's lines.
 
+OVER = (pb.FINISHED, pb.FAILED, pb.STOPPED)
+"""States in which a job's ranks and log servers are no longer monitored."""
 STARTED_AGAIN = "started again"
 """First words of the `reason` of a job that was over and has been started again."""
 

@@ -17,11 +17,9 @@ from swift_ft.errors import SwiftError, UsageError
 from swift_ft.log.placement import parse_server
 from swift_ft.rpc.client import CoordinatorClient
 from swift_ft.rpc.codec import as_json
-from swift_ft.rpc.views import inexact_words, rehearsal_words, state_name
+from swift_ft.rpc.views import OVER, inexact_words, rehearsal_words, state_name
 from swift_ft.text import job_called, listed, show, table, tell, time_words
 
-OVER = (pb.FINISHED, pb.FAILED, pb.STOPPED)
-"""States in which a job's ranks and log servers are no longer monitored."""
 PATIENCE_S = 10.0
 """Seconds to wait for a coordinator that is being restarted; short, because a person waits."""
 WATCH_S = 2.0

@@ -39,7 +39,7 @@ def test_a_rank_that_ends_in_the_moment_in_which_the_job_runs_is_replaced(
 ) -> None:
     """The View is there, and is only looked at once deaths are dealt with."""
     agent = ReplacingAgent.__new__(ReplacingAgent)
-    child: Any = SimpleNamespace(rank=0, pid=7, exit_code=3, incarnation="a", has_session=False)
+    child: Any = SimpleNamespace(rank=0, pid=7, exit_code=3, incarnation="a")
     found: list[int] = []
     gave_way: list[bool] = []
     stubs = of_one_life(

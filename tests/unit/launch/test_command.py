@@ -198,6 +198,7 @@ def test_output_goes_where_the_flags_say(tmp_path: Path) -> None:
             "--nnodes 3:2: a number of machines, or MIN:MAX",
         ),
         ([COORDINATOR, "--nnodes=2", "--job=j", "--node-rank=2", "train.py"], "--node-rank 2: 0 to 1"),
+        ([COORDINATOR, "--nnodes=2", "--job=j", "--node-rank=-1", "train.py"], "--node-rank -1: 0 to 1"),
         ([COORDINATOR, "--nnodes=2", "train.py"], "--job NAME or --rdzv-id ID"),
         ([COORDINATOR, "--spares=-1", "train.py"], "--spares -1"),
         ([COORDINATOR, "--max-restarts=-1", "train.py"], "max-restarts"),

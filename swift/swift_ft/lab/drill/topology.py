@@ -95,14 +95,15 @@ class Topology:
                 yield f"{each.name} must be at least 1, not {getattr(self, each.attribute)}"
         ranks, schedule, microbatches = self.pipeline_ranks, self.schedule, self.microbatches
         if self.ranks > RANKS_MAX:
-            parts = [
-                ("replicas", self.replicas),
-                ("shards", self.shards),
-                ("tensor-parallel", self.tensor_parallel),
-            ]
-            words = " ".join(f"--{name} {size}" for name, size in parts if size > 1)
+            sizes = {
+                "stages": ranks,
+                "replicas": self.replicas,
+                "shards": self.shards,
+                "tensor-parallel": self.tensor_parallel,
+            }
+            words = " with ".join(f"--{name} {size}" for name, size in sizes.items() if size > 1)
             yield (
-                f"--stages {ranks} with {words} is {self.ranks} ranks: "
+                f"{words} is {self.ranks} ranks: "
                 f"a drill runs all of them on this machine, and takes at most {RANKS_MAX}"
             )
         if self.ranks == 1:
