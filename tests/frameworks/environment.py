@@ -11,9 +11,12 @@ FOLDER = ROOT / ".frameworks"
 PINS: dict[str, tuple[str, ...]] = {
     "loaders": ("torchdata==0.11.0", "datasets==4.7.0", "torchtitan==0.3.0"),
     "lightning": ("lightning==2.6.6",),
-    "huggingface": ("transformers==5.24.0", "accelerate==1.15.0"),
+    "transformers": ("transformers==5.24.0", "accelerate==1.15.0"),
+    "torchtitan": ("torchtitan==0.3.0", "triton==3.9.0"),
 }
 """framework → packages"""
+INTEGRATIONS = {"lightning": "lightning", "transformers": "huggingface", "torchtitan": "torchtitan"}
+"""framework → module of `swift_ft.integrations`; loaders need none"""
 _INSTALL_LIMIT_S = 1800.0
 
 

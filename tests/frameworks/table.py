@@ -24,11 +24,13 @@ def write(path: Path, rows: Sequence[Row]) -> None:
 def markdown(rows: Sequence[Row]) -> str:
     """The table of docs/frameworks.md."""
     lines = [
-        "| framework | trainer | ranks | killed | verdict | lines of integration |",
-        "|---|---|---|---|---|---|",
+        "| framework | trainer | ranks | killed | verdict | seconds lost | steps again | restarted | lines |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         link = f"[{row['trainer']}](../tests/frameworks/{row['framework']}/{row['trainer']}.py)"
-        cells = [row["version"], link, row["topology"], row["kill"], row["verdict"], str(row["lines"])]
+        cost = ["seconds_lost", "steps_again", "restarted", "lines"]
+        told = ["-" if row[name] is None else str(row[name]) for name in cost]
+        cells = [row["version"], link, row["topology"], row["kill"], row["verdict"], *told]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

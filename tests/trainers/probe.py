@@ -70,6 +70,11 @@ def steps() -> int:
     return int(os.environ.get(ENV_STEPS, "12"))
 
 
+def is_protected() -> bool:
+    """Whether the trainer runs under a session; else torchrun has started it."""
+    return "SWIFT_COORDINATOR" in os.environ
+
+
 def replicas() -> int:
     """Of a trainer without a pipeline: as many as there are ranks."""
     return int(os.environ.get("WORLD_SIZE", "1"))
@@ -99,6 +104,17 @@ def note(step: int, *values: Any) -> None:
     text = " ".join(digest(value)[:16] for value in values)
     with (Path(os.environ[ENV_DIRECTORY]) / f"rank{rank}.losses").open("a") as file:
         file.write(f"{step} {text}\n")
+    _note_time(step)
+
+
+def _note_time(step: int) -> None:
+    """-1: the process begins."""
+    with (Path(os.environ[ENV_DIRECTORY]) / f"rank{os.environ['RANK']}.times").open("a") as file:
+        file.write(f"{step} {os.getpid()} {time.time()}\n")
+
+
+if ENV_DIRECTORY in os.environ and "RANK" in os.environ:
+    _note_time(-1)
 
 
 def _await_rehearsals(version: int) -> None:
@@ -143,10 +159,11 @@ def _noted_before(rank: int, step: int) -> bool:
 
 
 def end(session: Any, **things: Any) -> None:
-    """Writes a digest of each of them."""
-    path = Path(os.environ[ENV_DIRECTORY]) / f"rank{session.rank}.end"
+    """Writes a digest of each of them. `session`: None without one."""
+    rank = os.environ["RANK"]
+    path = Path(os.environ[ENV_DIRECTORY]) / f"rank{rank}.end"
     about = {
-        "place": [session.pipeline_rank, session.dp_rank],
+        "place": [session.pipeline_rank, session.dp_rank] if session else [int(rank), 0],
         "alike": sorted(name for name, thing in things.items() if isinstance(thing, torch.nn.Module)),
         "digests": {name: digest(thing) for name, thing in things.items()},
     }

@@ -76,29 +76,24 @@ class _Loops:
         self.in_epoch = False
 
     def state_dict(self) -> dict[str, Any]:
-        fit = self._trainer.fit_loop
         return {
-            "loops": fit.state_dict(),
-            "in_epoch": self.in_epoch,
-            "fetched": fit._data_fetcher.fetched,
-            "done": fit._data_fetcher.done,
-            "index": fit._combined_loader._iterator._idx,
-            "should_stop": self._trainer.should_stop,
+            "loops": self._trainer.fit_loop.state_dict(),
+            "values": [{name: getattr(thing, name) for name in names} for thing, names in self._parts()],
             "callbacks": call._call_callbacks_state_dict(self._trainer),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         state = copy.deepcopy(state)
-        fit = self._trainer.fit_loop
-        fit.load_state_dict(state["loops"])
-        _goes_on(fit)
-        self.in_epoch = state["in_epoch"]
-        fit._data_fetcher.fetched, fit._data_fetcher.done = state["fetched"], state["done"]
-        fit._combined_loader._iterator._idx = state["index"]
-        self._trainer.should_stop = state["should_stop"]
-        for callback in self._trainer.callbacks:
-            if callback.state_key in state["callbacks"]:
-                callback.load_state_dict(state["callbacks"][callback.state_key])
+        self._trainer.fit_loop.load_state_dict(state["loops"])
+        _goes_on(self._trainer.fit_loop)
+        for (thing, _), values in zip(self._parts(), state["values"], strict=True):
+            vars(thing).update(values)
+        call._call_callbacks_load_state_dict(self._trainer, state)
+
+    def _parts(self) -> list[tuple[Any, tuple[str, ...]]]:
+        trainer, fit = self._trainer, self._trainer.fit_loop
+        places = [(fit._data_fetcher, ("fetched", "done")), (fit._combined_loader._iterator, ("_idx",))]
+        return [(self, ("in_epoch",)), (trainer, ("should_stop",)), *places]
 
 
 def _goes_on(loop: Any) -> None:

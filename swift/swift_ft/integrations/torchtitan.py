@@ -8,7 +8,6 @@ end before the last step.
 """
 
 import os
-from collections.abc import Callable, Iterator
 from typing import Any
 
 from torchtitan.distributed import ParallelDims
@@ -16,43 +15,6 @@ from torchtitan.trainer import Trainer
 
 from swift_ft import Session, torch_private
 from swift_ft.errors import UsageError
-
-
-class Batches:
-    """The trainer's batches; its state is how many were drawn.
-
-    The states of torchtitan's loaders differ between data-parallel ranks, and a position does not. So a process that
-    takes a lost rank's place reads its data from the beginning. Others go back to a state of their own loader.
-    """
-
-    def __init__(self, loader: Any, begin: Callable[[Any], Iterator[Any]]) -> None:
-        self._loader, self._begin = loader, begin
-        self._places = {0: loader.state_dict()}
-        self._drawn = 0
-        self._iterator = begin(loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        batch = next(self._iterator)
-        self._drawn += 1
-        return batch
-
-    def state_dict(self) -> dict[str, int]:
-        self._places[self._drawn] = self._loader.state_dict()
-        for place in sorted(self._places)[1:-4]:
-            del self._places[place]
-        return {"drawn": self._drawn}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        if state["drawn"] == self._drawn:
-            return
-        self._drawn = max(place for place in self._places if place <= state["drawn"])
-        self._loader.load_state_dict(self._places[self._drawn])
-        self._iterator = self._begin(self._loader)  # a generator cannot go back
-        while self._drawn < state["drawn"]:
-            next(self)
 
 
 class SwiftTrainer(Trainer):  # type: ignore[misc]  # typed only where torchtitan is installed
@@ -75,8 +37,8 @@ class SwiftTrainer(Trainer):  # type: ignore[misc]  # typed only where torchtita
             torch_private.take_microbatches(schedule)
         for optimizer in self.optimizers:  # the container is an optimizer as well, of the same parameters
             session.optimizer(optimizer)
-        self._batches = Batches(self.dataloader, self.batch_generator)
-        session.register(loader=self._batches, trainer=self, lr_schedulers=self.lr_schedulers)
+        session.register(loader=self.dataloader, trainer=self, lr_schedulers=self.lr_schedulers)
+        self._batches = self.batch_generator(self.dataloader)
         self._told, self.metrics_processor.log = self.metrics_processor.log, self._log
 
     def init_distributed(self) -> ParallelDims:

@@ -481,6 +481,8 @@ class RegisteredLoader:
         if self._again:
             batch = self._repeat()
         else:
+            if not self._at.iteration:  # put back to before the first one, which this iterator began
+                self._begin_iteration()
             batch = self._draw()
             self._since.append(batch if batch is _ENDED else _Kept(batch))
             self._compare_by(batch)

@@ -284,7 +284,8 @@ def watch(module: torch.nn.Module, name: str, reached: Callable[[str], None]) ->
         return
 
     def forward(_args: Any, output: Any) -> None:
-        for tensor in output if isinstance(output, tuple | list) else [output]:
+        given = output.values() if isinstance(output, Mapping) else output
+        for tensor in [given] if isinstance(given, torch.Tensor) else given:
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(lambda _gradient: reached("backward"))  # type: ignore[no-untyped-call]
                 break
@@ -777,11 +778,13 @@ class Channel:
         else:
             self.faults.at(_PHASES[direction], self._step, microbatch)
 
-    def fails_at_layers(self, module: torch.nn.Module) -> None:
+    def fails_at_layers(self, module: torch.nn.Module, *, whole: bool) -> None:
         """(session) Prepares fault injection at layers inside of `module`. Registers a forward hook on each layer of
-        the module that has a planned fault, and none otherwise."""
+        the module that has a planned fault, and none otherwise. `whole`: on the module itself, too, because it is no
+        stage of a pipeline, which calls `computed`."""
         for name in self.faults.layers:
-            watch(module, name, lambda phase, name=name: self._at_layer(phase, name))  # type: ignore[misc]
+            if name or whole:
+                watch(module, name, lambda phase, name=name: self._at_layer(phase, name))  # type: ignore[misc]
 
     def _at_layer(self, phase: str, layer: str) -> None:
         if not self.replaying:

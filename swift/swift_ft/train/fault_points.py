@@ -30,7 +30,7 @@ import torch
 from swift_ft import events
 from swift_ft.device import break_device
 from swift_ft.errors import ServiceError
-from swift_ft.fault_grammar import ENV_FAULTS, ENV_FAULTS_DIR
+from swift_ft.fault_grammar import ENV_FAULTS, ENV_FAULTS_DIR, LAYER_PHASES
 
 _WHOLE_STEP = ("optimizer", "idle", "reduce", "update", "finish", "save", "settle", "take_back")
 """Phases without a microbatch."""
@@ -68,8 +68,8 @@ class FaultInjector:
         self._beside = [fault for fault in self._faults if rank in fault.beside]
         self._waited_for: set[str] = set()
         self._any_in_replay = any(fault.phase == "replay" for fault in self._faults)
-        self.layers = sorted({fault.layer for fault in self._mine if fault.layer})
-        """Names of the modules at which this rank has faults."""
+        self.layers = sorted({fault.layer for fault in self._mine if fault.phase in LAYER_PHASES})
+        """Names of the modules at which this rank has faults; empty: the whole module."""
 
     def at(
         self, phase: str, step: int, microbatch: int = 0, *, layer: str = "", bucket: int | None = None

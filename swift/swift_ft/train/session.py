@@ -710,7 +710,7 @@ class Session:
         stage.groups = list(self.groups.values())  # the trainer's own are parts of "world"
         state = self._state
         stage.called_too = lambda: (torch_private.loss_functions(state.schedules), state.objects)
-        self._channel.fails_at_layers(stage.submod)
+        self._channel.fails_at_layers(stage.submod, whole=isinstance(stage, WholeModule))
         self._updates.reduced_elsewhere(fsdp.reduced_by_fsdp(stage.submod, self.groups))
         if isinstance(stage.submod, DistributedDataParallel):
             if stage.submod.process_group is not self.groups["data"]:

@@ -1,8 +1,11 @@
-"""Lightning's Trainer with two replicas over several epochs: AdamW, a scheduler for each step, dropout, accumulation"""
+"""Lightning's Trainer over several epochs: AdamW, a scheduler for each step, dropout, accumulation; alone, it ends with
+its epochs, before max_steps"""
 
 # verdict: same bits
-# worlds: 2
-# steps: 14
+# worlds: 1, 2
+# steps: 20
+# kills: forward, backward, reduce, optimizer, tail, idle, save, moment, optimizer
+# plain: 2
 # patience: 300
 
 import os
@@ -10,6 +13,7 @@ from typing import Any
 
 import torch
 from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -36,19 +40,29 @@ class Model(LightningModule):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
+world = int(os.environ["WORLD_SIZE"])
+options: dict[str, Any] = {"max_steps": probe.steps()}
+if world == 1:
+    options = {"max_epochs": 2, "max_steps": 3 * probe.steps()}
+if probe.is_protected():
+    options |= {"strategy": SwiftStrategy(checkpoint_every=5), "enable_checkpointing": False}
+else:
+    kept = ModelCheckpoint(os.environ[probe.ENV_DIRECTORY], every_n_train_steps=5, save_last=True)
+    options |= {"strategy": "ddp", "callbacks": [kept]}
 torch.manual_seed(0)
 data = TensorDataset(torch.randn(80, 8, generator=torch.Generator().manual_seed(1)))
-model, strategy = Model(), SwiftStrategy(checkpoint_every=5)
+model = Model()
 trainer = Trainer(
     accelerator="cpu",
-    devices=int(os.environ["WORLD_SIZE"]),
-    strategy=strategy,
-    max_steps=probe.steps(),
+    devices=world,
     accumulate_grad_batches=2,
     logger=False,
-    enable_checkpointing=False,
     enable_progress_bar=False,
     enable_model_summary=False,
+    **options,
 )
-trainer.fit(model, DataLoader(data, batch_size=4, shuffle=True))
-probe.end(strategy.session, model=model, optimizer=trainer.optimizers[0])
+loader = DataLoader(data, batch_size=4, shuffle=True)
+trainer.fit(model, loader, ckpt_path=None if probe.is_protected() else "last")
+assert trainer.global_step == probe.steps(), trainer.global_step
+session = trainer.strategy.session if probe.is_protected() else None
+probe.end(session, model=model, optimizer=trainer.optimizers[0])

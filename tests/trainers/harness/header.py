@@ -9,6 +9,7 @@
 # with 2: refused: a piece ...  (another verdict with so many ranks)
 # kills: tail, optimizer        (default: what its kind has; see `places`)
 # adaptive: refused             (a pipeline with two replicas under that strategy; default: same bits)
+# parallelism: pipeline 2       (default: as many replicas as ranks)
 # plain: 1, 2                   so many ranks are compared with torch without a session (default: none)
 # device                        tried on the simulated device too
 # quick                         the default suite runs it too
@@ -25,7 +26,7 @@ STEPS_DEFAULT = 14
 _NOT_TRAINERS = ("__init__", "probe", "conftest")
 _WITH = re.compile(r"^# with (\d+): ([^:\n]*): (.*)$", re.MULTILINE)
 _FIELD = re.compile(
-    r"^# (verdict|worlds|steps|says|kills|adaptive|plain|device|quick|patience|misses|because)(?:: (.*))?$",
+    r"^# (verdict|worlds|steps|says|kills|adaptive|parallelism|plain|device|quick|patience|misses|because)(?:: (.*))?$",
     re.MULTILINE,
 )
 
@@ -56,6 +57,8 @@ class Trainer:
     kills: tuple[str, ...]
     adaptive: str
     """The verdict if ranks are lost for good, under strategy "adaptive"."""
+    parallelism: str
+    """What its ranks are, if not replicas."""
     plain: tuple[int, ...]
     device: bool
     quick: bool
@@ -64,6 +67,11 @@ class Trainer:
     misses: tuple[int, ...]
     because: str
     path: Path
+
+    @property
+    def replicas(self) -> bool:
+        """Whether several ranks of it are replicas."""
+        return not self.parallelism or "replicas" in self.parallelism
 
     @property
     def worlds(self) -> tuple[int, ...]:
@@ -89,6 +97,7 @@ def read(path: Path) -> Trainer:
         steps=int(fields.get("steps") or STEPS_DEFAULT),
         kills=tuple(word.strip() for word in (kills or default).split(",")),
         adaptive=fields.get("adaptive") or "same bits",
+        parallelism=fields.get("parallelism") or "",
         plain=_numbers(fields.get("plain")),
         device="device" in fields,
         quick="quick" in fields,

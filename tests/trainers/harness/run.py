@@ -1,6 +1,7 @@
 """One run of one trainer under a real launcher, and what it left."""
 
 import json
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -55,6 +56,7 @@ class Outcome:
     contradictions: list[str] = field(default_factory=list)
     """Steps that were done again with another loss."""
     fired: int = 0
+    """Kills that have ended a process."""
     plans: list[dict[str, Any]] = field(default_factory=list)
     """The coordinator's, of this job."""
     rehearsals: list[dict[str, Any]] | None = None
@@ -63,6 +65,18 @@ class Outcome:
     """What the spares say of theirs, and what the launcher has used."""
     ended_early: int = 0
     """1: its trainer has ended it before its last step, for which there may be one plan."""
+
+    def read(self) -> None:
+        """What the probes have written."""
+        self.fired = len(list(self.directory.glob("*.fired")))
+        for path in sorted(self.directory.glob("rank*.end")):
+            self.ends[path.stem] = json.loads(path.read_text())
+        for path in sorted(self.directory.glob("rank*.losses")):
+            of_rank = self.losses.setdefault(path.stem, {})
+            for line in path.read_text().splitlines():
+                step, _, text = line.partition(" ")
+                if of_rank.setdefault(int(step), text) != text:
+                    self.contradictions.append(f"{path.stem} step {step}")
 
 
 class Running:
@@ -181,16 +195,8 @@ class Running:
             code=code,
             stderr=(self._directory / "stderr").read_text(errors="replace"),
             seconds=seconds,
-            fired=len(list(self._directory.glob("*.fired"))),
         )
-        for path in sorted(self._directory.glob("rank*.end")):
-            outcome.ends[path.stem] = json.loads(path.read_text())
-        for path in sorted(self._directory.glob("rank*.losses")):
-            of_rank = outcome.losses.setdefault(path.stem, {})
-            for line in path.read_text().splitlines():
-                step, _, text = line.partition(" ")
-                if of_rank.setdefault(int(step), text) != text:
-                    outcome.contradictions.append(f"{path.stem} step {step}")
+        outcome.read()
         told = [
             json.loads(line)
             for path in self._services.events.glob("coordinator-*.jsonl")
@@ -198,6 +204,9 @@ class Running:
             if f'"{self._job}"'.encode() in line
         ]
         told_here = events.read(self._directory / "events")
+        deaths = [-signal.SIGKILL, -signal.SIGALRM]  # the latter at a moment
+        killed = [e for e in told_here if e["event"] == "child_exit" and e["code"] in deaths]
+        outcome.fired = min(outcome.fired, len(killed))
         outcome.warm_ups = [e for e in told_here if e["event"] in ("warmed_up", "spare_assigned")]
         if self._rehearsed:
             outcome.rehearsals = [e for e in told_here if e["event"] == "rehearsal_end"]

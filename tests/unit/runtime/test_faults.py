@@ -60,6 +60,7 @@ def test_at_a_layer_and_nowhere_else(injector: Make, signals: list[signal.Signal
     faults = injector("rank=1,step=3,phase=backward,layer=blocks.1", "rank=0,step=3,phase=forward,layer=x")
     assert faults.layers == ["blocks.1"]
     faults.at("backward", 3)
+    assert injector("rank=1,step=3,phase=forward").layers == [""]
     faults.at("backward", 3, layer="blocks.0")
     faults.at("forward", 3, layer="blocks.1")
     assert signals == []
@@ -124,6 +125,18 @@ def test_a_layer_is_reached_in_both_directions_and_changes_no_bit() -> None:
     for mine, plain in zip(gradients(watched), gradients(model()), strict=True):
         assert torch.equal(mine, plain)
     assert reached == [("forward", "1.0"), ("forward", "2"), ("backward", "2"), ("backward", "1.0")]
+
+
+def test_a_whole_model_is_reached_whatever_it_returns() -> None:
+    reached: list[str] = []
+    whole = model()
+    boundary_log.watch(whole, "", reached.append)
+    whole.register_forward_hook(
+        lambda _module, _given, output: {"loss": output.square().sum(), "logits": output}
+    )
+    boundary_log.watch(whole, "", reached.append)
+    whole(torch.ones(3, 4))["loss"].backward()
+    assert reached == ["forward", "forward", "backward", "backward"]
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])  # noqa: S301

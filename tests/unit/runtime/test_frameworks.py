@@ -19,7 +19,7 @@ INTEGRATIONS = Path(swift_ft.__file__).parent / "integrations"
 LINES_MAX = 150
 
 
-@pytest.mark.parametrize("framework", ["huggingface", "torchtitan"])
+@pytest.mark.parametrize("framework", ["huggingface", "lightning", "torchtitan"])
 def test_an_integration_is_small(framework: str) -> None:
     assert len((INTEGRATIONS / f"{framework}.py").read_text().splitlines()) <= LINES_MAX
 

@@ -328,6 +328,18 @@ def test_the_first_step_is_dropped_after_an_iterator_was_made_in_it(kind: str) -
     assert all(map(torch.equal, first.run(4), twin))
 
 
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_kept_iterator_goes_back_to_before_its_first_batch(kind: str) -> None:
+    """As that of torchtitan's trainer, which takes an end of its data for an error."""
+    twin = Trainer(LOADERS[kind], lazily=True).run(3)
+    first = Trainer(LOADERS[kind], lazily=True)
+    first.stream = (batch for loader in (first.loader,) for batch in loader)
+    begun = saved(first)
+    first.run(2)
+    first.load(begun)
+    assert all(map(torch.equal, first.run(3), twin))
+
+
 def test_an_iterator_that_has_failed_is_made_again() -> None:
     failing = [False]
 
