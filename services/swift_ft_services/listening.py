@@ -15,6 +15,7 @@ import grpc
 
 from swift_ft import events
 from swift_ft.cli_parser import host_and_port, is_loopback
+from swift_ft.credentials import CA_FILE, CERTIFICATE_FILE, KEY_FILE, use_part
 from swift_ft.errors import UsageError
 from swift_ft.tokens import Authority, Revoked, Signature, read_file, read_secret, signature
 from swift_ft_services.authorization import Audit, CallLimits, Gate
@@ -191,7 +192,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="address to listen on; port 0 takes any free one (default %(default)s)",
     )
-    group = parser.add_argument_group("security", "see docs/security.md")
+    group = parser.add_argument_group(
+        "security", "see docs/security.md; SWIFT_CREDENTIALS names a directory with all of the first four"
+    )
     add = group.add_argument
     add(
         "--tls-cert",
@@ -249,12 +252,17 @@ def protection_of(options: argparse.Namespace, service: str = "") -> Protection:
         )
     if options.calls_per_peer < 1:
         raise UsageError("--calls-per-peer must be at least 1")
+    folder = use_part("services")
+
+    def file(given: Path | None, name: str) -> Path | None:
+        return folder / name if given is None and folder is not None else given
+
     return Protection(
         listen=options.listen,
-        certificate=options.tls_cert,
-        key=options.tls_key,
-        client_ca=options.tls_client_ca,
-        token_keys=options.token_keys,
+        certificate=file(options.tls_cert, CERTIFICATE_FILE),
+        key=file(options.tls_key, KEY_FILE),
+        client_ca=file(options.tls_client_ca, CA_FILE),
+        token_keys=file(options.token_keys, ""),
         insecure_allowed=options.insecure,
         revoked=options.revoked,
         audit=options.audit,

@@ -40,6 +40,10 @@ OTHERS = {
         "lab.bench.command",
         "measure one part against the limit of the machine: log, overhead, checkpoint, recovery, ...",
     ),
+    "credentials": (
+        "tools.credentials",
+        "make a cluster's certificates, signing key and tokens, in one command",
+    ),
     "token": ("tools.token", "make signing keys, and job tokens signed with them"),
     "inspect": ("tools.inspect", "show and verify what is in the log; drop a job's log"),
     "export": (
@@ -101,6 +105,10 @@ def _main(argv: list[str] | None) -> int:
         module = f"swift_ft.{name}"
         try:
             program = import_with_extra(module, command, "lab" if ".lab." in module else "train")
+            if os.environ.get("SWIFT_CREDENTIALS") and not name.startswith("lab.drill"):
+                from swift_ft.credentials import use_part  # imported here because grpc takes long to import
+
+                use_part("operators")
         except UsageError as error:
             tell(error)
             return 2

@@ -5,7 +5,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -127,8 +127,19 @@ ENV_CA = "SWIFT_TLS_CA"
 ENV_CERTIFICATE = "SWIFT_TLS_CERT"
 ENV_KEY = "SWIFT_TLS_KEY"
 ENV_INSECURE = "SWIFT_INSECURE"
+ENV_CREDENTIALS = "SWIFT_CREDENTIALS"
+"""A directory that `swift-ft credentials init` has made, or one holder's folder of it."""
+CA_FILE, CERTIFICATE_FILE, KEY_FILE, TOKEN_FILE = "ca.pem", "tls.pem", "tls.key", "token"
+"""A holder's files."""
+_FILES = (
+    (ENV_TOKEN_FILE, TOKEN_FILE),
+    (ENV_CA, CA_FILE),
+    (ENV_CERTIFICATE, CERTIFICATE_FILE),
+    (ENV_KEY, KEY_FILE),
+)
 AUTHORIZATION = "authorization"
 BEARER = "Bearer "
+VARIABLES = (ENV_CREDENTIALS, *(name for name, _ in _FILES))
 _RELOAD_S = 1.0
 
 Options = Sequence[tuple[str, Any]]
@@ -139,6 +150,35 @@ class _Details(NamedTuple):
     method: str
     arguments: tuple[Any, ...]
     keywords: Mapping[str, Any]
+
+
+def use_part(holder: str, environment: MutableMapping[str, str] = os.environ) -> Path | None:
+    """Lets this process and its children use a holder's folder of ``SWIFT_CREDENTIALS``, if that is a whole directory.
+
+    Returns the folder, None if the variable is not set. Raises UsageError if there are no credentials in it.
+    """
+    if not environment.get(ENV_CREDENTIALS):
+        return None
+    folder = Path(environment[ENV_CREDENTIALS]).absolute()
+    folder = folder / holder if (folder / holder).is_dir() else folder
+    if not (folder / CA_FILE).is_file():
+        raise UsageError(
+            f"{ENV_CREDENTIALS} {environment[ENV_CREDENTIALS]}: there is no {CA_FILE}: "
+            "make one with swift-ft credentials init, or unset it"
+        )
+    environment[ENV_CREDENTIALS] = str(folder)
+    return folder
+
+
+def with_files(environment: Mapping[str, str]) -> Mapping[str, str]:
+    """Returns the environment; variables of files that are not set name those of ``SWIFT_CREDENTIALS``, as far as it
+    has them. Its part is `ranks` unless a program has chosen another one (`use_part`). Raises UsageError."""
+    folder = use_part("ranks", dict(environment))
+    if folder is None:
+        return environment
+    return {name: str(folder / file) for name, file in _FILES if (folder / file).exists()} | {
+        name: value for name, value in environment.items() if value
+    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,7 +202,8 @@ class Credentials:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Credentials":
-        """Reads the SWIFT_ variables; the files are not read yet."""
+        """Reads the SWIFT_ variables; the files are not read yet. Raises UsageError if they contradict each other."""
+        environment = with_files(environment)
 
         def path(name: str) -> Path | None:
             return Path(environment[name]) if environment.get(name) else None

@@ -21,10 +21,10 @@ from swift_ft import events
 from swift_ft._pb import coordinator_pb2, log_pb2, log_pb2_grpc
 from swift_ft.credentials import ENV_CA, ENV_TOKEN_FILE
 from swift_ft.errors import AccessDenied
-from swift_ft.lab.drill.cluster import PrivateCA
 from swift_ft.log import admin
 from swift_ft.rpc import CoordinatorClient, make_member
 from swift_ft.tokens import COORDINATOR, EVERY_JOB, LOG, MAY_CALL, Role, SigningKey, new_key
+from swift_ft.tools.credentials import CertificateAuthority
 from tests.unit.security.world import RANK, Keys, documented_roles
 
 REPOSITORY = Path(__file__).parents[2]
@@ -96,7 +96,7 @@ class World:
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.directory = directory
         self.keys = Keys(directory / "keys")
-        self.ca = PrivateCA(directory / "ca")
+        self.ca = CertificateAuthority(directory / "ca")
         self.pair = self.ca.issue("server", "127.0.0.1")
         self.processes: list[subprocess.Popen[str]] = []
         (directory / "events").mkdir()

@@ -191,9 +191,8 @@ class ForkedCluster(Cluster):
         if name != LAUNCHER or arguments[0] != "swift_ft.launch":
             super()._spawn(name, arguments)
             return
-        env = self._env | (self._security.environment(name) if self._security is not None else {})
         output = self.directory / "output" / f"{name}.txt"
-        self._processes[name] = _Launcher(arguments[1:], env, output)
+        self._processes[name] = _Launcher(arguments[1:], self._env, output)
         self.trace("started", service=name, service_pid=self._processes[name].pid)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch.distributed import DistError
 
 from swift_ft import events
-from swift_ft.credentials import ENV_CA, ENV_CERTIFICATE, ENV_KEY, ENV_TOKEN_FILE
+from swift_ft.credentials import VARIABLES
 from swift_ft.errors import ServiceError
 from swift_ft.launch.agent import ReplacingAgent
 from swift_ft.launch.children import Nursery, SignalGate, Signalled
@@ -79,7 +79,7 @@ def run(plan: LaunchPlan) -> Outcome:
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(each.name for each in plan.config.signals)
     events.emit("launcher_start", job=plan.job.name)
     if plan.standalone is not None:
-        for name in (ENV_TOKEN_FILE, ENV_CA, ENV_CERTIFICATE, ENV_KEY):  # of other services than its own
+        for name in VARIABLES:  # of other services than its own
             os.environ.pop(name, None)
     asked = plan.preload != PRELOAD_DEFAULT
     nursery = Nursery(

@@ -33,7 +33,14 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat,
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from swift_ft.cli_parser import Parser, argument, host_and_port, local_directory
-from swift_ft.credentials import ENV_TOKEN_FILE, SECURITY_KEY, advised, is_another_service, read_token
+from swift_ft.credentials import (
+    ENV_TOKEN_FILE,
+    SECURITY_KEY,
+    advised,
+    is_another_service,
+    read_token,
+    with_files,
+)
 from swift_ft.errors import SwiftError, UsageError
 from swift_ft.log.protocol import TIME_KEY, VERSION_KEY, code_of, message_of, open_channel
 from swift_ft.log.ring import Memory
@@ -546,8 +553,9 @@ def examine(options: argparse.Namespace) -> Iterator[Finding]:
     for kind, addresses in (("log server", options.server), ("coordinator", options.coordinator)):
         for address in addresses:
             yield from peer(kind, address, options.timeout)
-    yield from certificates(os.environ, time.time(), options.certificate_days)
-    yield from token(os.environ, time.time())
+    environment = with_files(os.environ)
+    yield from certificates(environment, time.time(), options.certificate_days)
+    yield from token(environment, time.time())
 
 
 def lines(findings: Sequence[Finding]) -> list[str]:

@@ -10,9 +10,9 @@ import pytest
 from swift_ft import credentials
 from swift_ft.credentials import ENV_CA, advice
 from swift_ft.errors import ServiceError
-from swift_ft.lab.drill.cluster import PrivateCA
 from swift_ft.rpc.client import CoordinatorClient
 from swift_ft.tools import doctor, inspect, status
+from swift_ft.tools.credentials import CertificateAuthority
 from tests.health_probe import check_service
 from tests.unit.security.world import JOB, Guarded
 
@@ -20,12 +20,12 @@ WANTS = "it wants TLS: name the CA of its certificate in SWIFT_TLS_CA"
 
 
 @pytest.fixture
-def ca(tmp_path: Path) -> PrivateCA:
-    return PrivateCA(tmp_path / "ca")
+def ca(tmp_path: Path) -> CertificateAuthority:
+    return CertificateAuthority(tmp_path / "ca")
 
 
 def test_a_plain_client_is_told_that_the_server_wants_tls(
-    ca: PrivateCA, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ca: CertificateAuthority, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(ENV_CA, raising=False)
     monkeypatch.setattr("swift_ft.tools.status.PATIENCE_S", 0.5)
@@ -42,7 +42,7 @@ def test_a_plain_client_is_told_that_the_server_wants_tls(
             check_service(server.address, timeout_s=0.5)
 
 
-def test_with_tls_at_a_server_without_it(ca: PrivateCA, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_tls_at_a_server_without_it(ca: CertificateAuthority, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENV_CA, str(ca.certificate))
     with (
         Guarded(None) as server,
@@ -53,9 +53,9 @@ def test_with_tls_at_a_server_without_it(ca: PrivateCA, monkeypatch: pytest.Monk
 
 
 def test_a_server_of_another_authority(
-    ca: PrivateCA, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ca: CertificateAuthority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stranger = PrivateCA(tmp_path / "stranger")
+    stranger = CertificateAuthority(tmp_path / "stranger")
     monkeypatch.setenv(ENV_CA, str(stranger.certificate))
     with (
         Guarded(None, ca=ca) as server,

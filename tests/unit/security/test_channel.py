@@ -18,11 +18,11 @@ from swift_ft.credentials import (
     open_channel,
 )
 from swift_ft.errors import ServiceError, UsageError
-from swift_ft.lab.drill.cluster import PrivateCA
 from swift_ft.log import admin
 from swift_ft.log.protocol import method
 from swift_ft.rpc import CoordinatorClient
 from swift_ft.tokens import Role, write_file
+from swift_ft.tools.credentials import CertificateAuthority
 from swift_ft_services.listening import Protection
 from tests.health_probe import check_service
 from tests.integration.launch_world import wait_until
@@ -35,8 +35,8 @@ def keys(tmp_path: Path) -> Keys:
 
 
 @pytest.fixture
-def ca(tmp_path: Path) -> PrivateCA:
-    return PrivateCA(tmp_path / "ca")
+def ca(tmp_path: Path) -> CertificateAuthority:
+    return CertificateAuthority(tmp_path / "ca")
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,7 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_over_tls_with_a_token_from_the_environment(
-    keys: Keys, ca: PrivateCA, monkeypatch: pytest.MonkeyPatch
+    keys: Keys, ca: CertificateAuthority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Guarded(keys, ca=ca) as server:
         monkeypatch.setenv(ENV_CA, str(ca.certificate))
@@ -56,8 +56,10 @@ def test_over_tls_with_a_token_from_the_environment(
         assert (health.tls, health.mutual_tls, health.tokens, health.insecure) == (True, False, True, False)
 
 
-def test_a_plain_client_and_another_authoritys_are_not_heard(ca: PrivateCA, tmp_path: Path) -> None:
-    stranger = PrivateCA(tmp_path / "stranger")
+def test_a_plain_client_and_another_authoritys_are_not_heard(
+    ca: CertificateAuthority, tmp_path: Path
+) -> None:
+    stranger = CertificateAuthority(tmp_path / "stranger")
     with Guarded(None, ca=ca) as server:
         for credentials in (Credentials(), Credentials(ca=stranger.certificate)):
             with pytest.raises(ServiceError, match="does not answer"):
@@ -65,14 +67,14 @@ def test_a_plain_client_and_another_authoritys_are_not_heard(ca: PrivateCA, tmp_
         assert check_service(server.address, credentials=Credentials(ca=ca.certificate)).tls
 
 
-def test_a_server_under_another_name_is_not_believed(ca: PrivateCA) -> None:
+def test_a_server_under_another_name_is_not_believed(ca: CertificateAuthority) -> None:
     with Guarded(None, ca=ca) as server:
         port = server.address.rpartition(":")[2]
         with pytest.raises(ServiceError):
             check_service(f"127.0.0.2:{port}", timeout_s=2.0, credentials=Credentials(ca=ca.certificate))
 
 
-def test_mutual_tls_hears_nobody_without_a_certificate(ca: PrivateCA) -> None:
+def test_mutual_tls_hears_nobody_without_a_certificate(ca: CertificateAuthority) -> None:
     client = ca.issue("client")
     with Guarded(None, ca=ca, mutual=True) as server:
         with pytest.raises(ServiceError):
@@ -87,7 +89,7 @@ def test_a_servers_new_certificate_is_used_at_the_next_handshake(
     """The new one is of another authority: who trusts only that one gets in after the change, not before."""
     monkeypatch.setenv("SWIFT_EVENTS", str(tmp_path))
     events.configure("test")
-    old, new = PrivateCA(tmp_path / "old"), PrivateCA(tmp_path / "new")
+    old, new = CertificateAuthority(tmp_path / "old"), CertificateAuthority(tmp_path / "new")
     trusts_old, trusts_new = Credentials(ca=old.certificate), Credentials(ca=new.certificate)
     with Guarded(None, ca=old) as server:
         assert check_service(server.address, credentials=trusts_old).tls
@@ -115,7 +117,7 @@ def test_a_client_connects_anew_with_a_new_certificate_and_calls_under_way_go_on
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     request = log_pb2.ReadRequest(job=JOB, stream="s0.F", follow=True)
-    old, new = PrivateCA(tmp_path / "old"), PrivateCA(tmp_path / "new")
+    old, new = CertificateAuthority(tmp_path / "old"), CertificateAuthority(tmp_path / "new")
     trusted = tmp_path / "trusted.pem"
     write_file(trusted, old.certificate.read_bytes(), secret=False)
     with Guarded(None, ca=old) as before, Guarded(None, ca=new) as after:
@@ -146,7 +148,7 @@ def test_clear_text_off_loopback_must_be_said(address: str, monkeypatch: pytest.
 
 
 def test_credentials_that_cannot_be_used_are_refused_at_the_start(
-    keys: Keys, ca: PrivateCA, tmp_path: Path
+    keys: Keys, ca: CertificateAuthority, tmp_path: Path
 ) -> None:
     client = ca.issue("client")
     token = keys.file("t", keys.mint(RANK))
@@ -176,7 +178,7 @@ def protection(listen: str, **other: object) -> Protection:
     return Protection(listen=listen, **other)  # type: ignore[arg-type]
 
 
-def test_a_server_off_loopback_wants_both_or_the_word(keys: Keys, ca: PrivateCA) -> None:
+def test_a_server_off_loopback_wants_both_or_the_word(keys: Keys, ca: CertificateAuthority) -> None:
     pair = ca.issue("server", "127.0.0.1")
     tls = {"certificate": pair.certificate, "key": pair.key}
     for missing, given in (
@@ -193,7 +195,9 @@ def test_a_server_off_loopback_wants_both_or_the_word(keys: Keys, ca: PrivateCA)
     assert not protection("0.0.0.0:0", token_keys=keys.verifying, **tls).insecure
 
 
-def test_certificates_that_cannot_be_used_are_refused_at_the_start(ca: PrivateCA, tmp_path: Path) -> None:
+def test_certificates_that_cannot_be_used_are_refused_at_the_start(
+    ca: CertificateAuthority, tmp_path: Path
+) -> None:
     pair, other = ca.issue("server", "127.0.0.1"), ca.issue("other")
     nothing = tmp_path / "nothing.pem"
     write_file(nothing, b"nothing", secret=True)

@@ -12,9 +12,9 @@ import pytest
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.credentials import ENV_CA, ENV_INSECURE, ENV_TOKEN_FILE, Credentials
 from swift_ft.errors import ServiceError, UsageError
-from swift_ft.lab.drill.cluster import Pair, PrivateCA
 from swift_ft.log.placement import parse_server
 from swift_ft.tokens import COORDINATOR, MAY_CALL, Role
+from swift_ft.tools.credentials import CertificateAuthority, Pair
 from swift_ft_services.coordinator import commands as m
 from swift_ft_services.coordinator.driver import Driver
 from swift_ft_services.coordinator.log_calls import LogServers
@@ -61,8 +61,8 @@ def keys(tmp_path: Path) -> Keys:
 
 
 @pytest.fixture
-def ca(tmp_path: Path) -> PrivateCA:
-    return PrivateCA(tmp_path / "ca")
+def ca(tmp_path: Path) -> CertificateAuthority:
+    return CertificateAuthority(tmp_path / "ca")
 
 
 @pytest.fixture
@@ -78,12 +78,12 @@ def token(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.usefixtures("token")
 @pytest.mark.parametrize("who", ["ours", "a stranger's", "ours for another name"])
 def test_a_token_goes_to_nobody_whose_certificate_does_not_say_who_he_is(
-    ca: PrivateCA, tmp_path: Path, who: str, monkeypatch: pytest.MonkeyPatch
+    ca: CertificateAuthority, tmp_path: Path, who: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(ENV_CA, str(ca.certificate))
     pair = {
         "ours": lambda: ca.issue("server", "127.0.0.1"),
-        "a stranger's": lambda: PrivateCA(tmp_path / "stranger").issue("server", "127.0.0.1"),
+        "a stranger's": lambda: CertificateAuthority(tmp_path / "stranger").issue("server", "127.0.0.1"),
         "ours for another name": lambda: ca.issue("server", "127.0.0.2", "log.example"),
     }[who]()
     listener = Listener(pair)
@@ -130,7 +130,7 @@ def change(**fields: str) -> list[m.Command]:
 
 
 def test_a_token_is_never_sent_in_clear_text_to_where_a_caller_says(
-    token: Path, ca: PrivateCA, monkeypatch: pytest.MonkeyPatch
+    token: Path, ca: CertificateAuthority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for insecure in ("", "1"):
         monkeypatch.setenv(ENV_INSECURE, insecure)

@@ -8,8 +8,8 @@ from pathlib import Path
 import grpc
 
 from swift_ft.credentials import Credentials
-from swift_ft.lab.drill.cluster import PrivateCA
 from swift_ft.tokens import COORDINATOR, LOG, Role, SigningKey, new_key, write_file
+from swift_ft.tools.credentials import CertificateAuthority
 from swift_ft_services.authorization import CallLimits
 from swift_ft_services.listening import Protection
 from swift_ft_services.logserver.state import EngineConfig
@@ -50,7 +50,7 @@ class Guarded(InProcess):
         self,
         keys: Keys | None,
         *,
-        ca: PrivateCA | None = None,
+        ca: CertificateAuthority | None = None,
         mutual: bool = False,
         config: EngineConfig | None = None,
         limits: CallLimits | None = None,

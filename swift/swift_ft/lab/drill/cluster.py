@@ -14,51 +14,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from swift_ft import events
-from swift_ft.credentials import ENV_CA, ENV_CERTIFICATE, ENV_KEY, ENV_TOKEN_FILE, Renewal
+from swift_ft.credentials import ENV_CREDENTIALS, TOKEN_FILE, Renewal
 from swift_ft.errors import ServiceError
 from swift_ft.fault_grammar import ENV_FAULTS, ENV_FAULTS_DIR
 from swift_ft.files import make_directory, private
 from swift_ft.lab.drill.config import TOKEN_LIFETIME_S
 from swift_ft.text import LAUNCHER_SETTINGS
-from swift_ft.tokens import EVERY_JOB, Role, new_key, write_file
-
-# A certificate authority for one machine or one drill. An organisation has its own and does not need this.
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pair:
-    """A certificate and its key, as files."""
-
-    certificate: Path
-    key: Path
-
-
-class PrivateCA:
-    """A certificate authority whose own key stays in memory, so that it can sign only while this object exists."""
-
-    def __init__(self, directory: Path) -> None:
-        import trustme
-
-        directory.mkdir(parents=True, exist_ok=True)
-        self.directory = directory
-        self.certificate = directory / "ca.pem"
-        self._authority = trustme.CA()
-        write_file(self.certificate, self._authority.cert_pem.bytes(), secret=False)
-
-    def issue(self, name: str, *hosts: str) -> Pair:
-        """Creates ``name.pem`` and ``name.key`` for a server at `hosts` or, without hosts, for a client. Replaces older
-        ones."""
-        made = self._authority.issue_cert(*hosts, common_name=name)
-        pair = Pair(certificate=self.directory / f"{name}.pem", key=self.directory / f"{name}.key")
-        write_file(pair.key, made.private_key_pem.bytes(), secret=True)
-        write_file(pair.certificate, made.cert_chain_pems[0].bytes(), secret=False)
-        return pair
-
+from swift_ft.tokens import EVERY_JOB
+from swift_ft.tools import credentials
 
 LOG_SERVER, COORDINATOR, LAUNCHER = "logserver", "coordinator", "launcher"
 """Names of the processes that the drill starts."""
@@ -68,40 +35,19 @@ class Security:
     """Credentials in `directory`. Both services listen with mutual TLS and accept only calls with tokens."""
 
     def __init__(self, directory: Path, job: str) -> None:
-        make_directory(directory)
-        ca = PrivateCA(directory)
-        self._ca = ca.certificate
-        self._server = ca.issue("server", "127.0.0.1")
-        self._client = ca.issue("client")
-        signing, verifying = new_key(directory)
-        self._verifying = verifying.parent
-        self._tokens: dict[str, Renewal] = {}
-        for who, of, roles in (
-            (COORDINATOR, EVERY_JOB, [Role.COORDINATOR]),
-            (LAUNCHER, job, [Role.WRITER, Role.REPLAYER]),
-        ):
-            self._tokens[who] = Renewal(signing, directory / f"{who}.token", of, roles, TOKEN_LIFETIME_S)
+        signing = credentials.make(directory, [], job=job, hours=TOKEN_LIFETIME_S / 3600)
+        self.environment = {ENV_CREDENTIALS: str(directory)}
+        self._tokens = {
+            who: Renewal(
+                signing, directory / holder / TOKEN_FILE, of, credentials.HOLDERS[holder], TOKEN_LIFETIME_S
+            )
+            for who, holder, of in ((COORDINATOR, "services", EVERY_JOB), (LAUNCHER, "ranks", job))
+        }
         self.renew()
 
     def renew(self) -> list[str]:
         """(called periodically) Renews tokens that are due; returns the names of their holders."""
         return [who for who, renewal in self._tokens.items() if renewal.turn()]
-
-    def server_flags(self) -> list[str]:
-        """Returns the flags with which a service accepts only callers with a certificate and a token."""
-        tls = ["--tls-cert", self._server.certificate, "--tls-key", self._server.key]
-        return list(map(str, [*tls, "--tls-client-ca", self._ca, "--token-keys", self._verifying]))
-
-    def environment(self, name: str) -> dict[str, str]:
-        """Returns the credential variables of a process and its children."""
-        if name not in self._tokens:
-            return {}
-        return {
-            ENV_CA: str(self._ca),
-            ENV_CERTIFICATE: str(self._client.certificate),
-            ENV_KEY: str(self._client.key),
-            ENV_TOKEN_FILE: str(self._tokens[name].out),
-        }
 
 
 # The processes of one run: log server, coordinator, launcher with its ranks, all on loopback.
@@ -277,6 +223,7 @@ class Cluster:
             ENV_FAULTS: faults,
             ENV_FAULTS_DIR: str(directory / "faults"),
             **(settings or {}),
+            **(security.environment if security is not None else {}),
         }
         if digests_every:
             self._env["SWIFT_DIGESTS_EVERY"] = "1"
@@ -343,16 +290,13 @@ class Cluster:
             if self._die_at:
                 arguments += ["--die-at", self._die_at[0][1]]
                 self._to_be_killed.add(name)
-        if self._security is not None:
-            arguments += self._security.server_flags()
         self._spawn(name, arguments)
 
     def _spawn(self, name: str, arguments: Sequence[str]) -> None:
-        env = self._env | (self._security.environment(name) if self._security is not None else {})
         self._processes[name] = Process(
             name,
             arguments,
-            env,
+            self._env,
             self.directory / "output" / f"{name}.txt",
             last=signal.SIGTERM if name == LAUNCHER else signal.SIGKILL,
         )
