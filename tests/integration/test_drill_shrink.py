@@ -104,6 +104,40 @@ def test_another_pipeline_computes_the_lost_stage(
     assert share["steps"] == STEPS - report["recoveries"][0]["target_version"]
 
 
+CELLS = ["--stages", "2", "--replicas", "2", "--tensor-parallel", "2", "--strategy", "shrink"]
+
+
+@pytest.mark.parametrize(
+    ("rank", "phase"),
+    [
+        (7, "backward"),
+        *(
+            pytest.param(rank, phase, marks=MATRIX)
+            for rank, phase in zip((0, 3, 5, 6), ("forward", "reduce", "optimizer", "idle"), strict=True)
+        ),
+    ],
+)
+def test_counterparts_compute_for_a_cell_that_lacks_a_rank(
+    rank: int, phase: str, twins: Twins, tmp_path: Path
+) -> None:
+    """The other rank of the cell keeps its process, and computes nothing."""
+    report = passed(drill(*CELLS, *kills(spec(rank, phase)), twins=twins, at=tmp_path))
+    cell = [rank - rank % 2, rank - rank % 2 + 1]
+    shares = exact(report, cell)["batches_computed_for"]
+    assert [share["rank"] for share in shares] == cell
+    assert {(share["by"] // 4, share["by"] % 2) for share in shares} == {
+        (lost // 4, lost % 2) for lost in cell
+    }
+
+
+def test_a_cell_comes_back_when_it_is_whole(twins: Twins, tmp_path: Path) -> None:
+    words = [*CELLS, "--grow", "step=9", *kills(spec(2, "optimizer"))]
+    report = passed(drill(*words, twins=twins, at=tmp_path))
+    assert exact(report, [2, 3], [])["returned"] == {"2": 10, "3": 10}
+    assert report["sources"] == {"2": [0], "3": [1]}
+    assert report["survivors_kept"] is True
+
+
 @pytest.mark.parametrize(
     ("rank", "phase"),
     [

@@ -22,14 +22,14 @@ def check_holder(row: JobRow, sender: m.FromMember) -> None:
 
 
 def is_stale(row: JobRow, said: m.OfGeneration) -> bool:
-    """Returns True if the message is from an older generation, to be ignored. Raises Refusal as `check_holder`, and for
-    a future generation."""
+    """Returns True if the message is to be ignored: it is from an older generation, or from a spare. Raises Refusal as
+    `check_holder`, and for a future generation."""
     check_holder(row, said)
     if said.generation > row.generation:
         raise Refusal(
             Refused.INVALID, f"generation {said.generation} is not there yet: it is {row.generation}"
         )
-    return said.generation < row.generation
+    return said.generation < row.generation or said.rank in row.vacant
 
 
 def check_rank(row: JobRow, rank: int) -> None:

@@ -158,17 +158,22 @@ class Transitions:
         row.reason = reason
         row.reports, row.ready, row.finished, row.blocked, row.plan, row.sources = {}, {}, {}, {}, None, {}
         row.called = {}
+        gone = {rank: "had finished and exited" for rank, holder in row.holders.items() if holder.gone}
+        events = self._fence(gone | dict(dead))
+        checkpoints.forget(row)
+        events, self._suspected = [*events, *self._suspected], []
+        return events
+
+    def _fence(self, dead: Mapping[int, str]) -> list[m.Emit]:
+        """Takes their ranks from these processes."""
         events = []
-        for rank in sorted({*dead, *(rank for rank, holder in row.holders.items() if holder.gone)}):
-            holder = row.holders.pop(rank)
-            row.fence(holder)
+        for rank, why in sorted(dead.items()):
+            holder = self.row.holders.pop(rank)
+            self.row.fence(holder)
             self.leases.forget(rank)
             self.steps.forget(rank)
             self.checkpoints.forget(rank)
-            why = dead.get(rank, "had finished and exited")
             events.append(self._event("fenced", rank=rank, incarnation=holder.incarnation, reason=why))
-        checkpoints.forget(row)
-        events, self._suspected = [*events, *self._suspected], []
         return events
 
     def _anew(self, dead: Mapping[int, str], reason: str) -> list[Effect]:
@@ -177,6 +182,8 @@ class Transitions:
         return [*self._begin_anew(dead, reason), *events]
 
     def _deaths(self, dead: Mapping[int, str], lost: Mapping[int, str]) -> list[Effect]:
+        if not lost and self.row.vacant.keys() >= dead.keys():  # spares: the others go on
+            return self._told(self._fence(dead))
         reason = "; ".join(f"rank {rank} {why}" for rank, why in sorted(dead.items()))
         words = self.places.lose(lost)
         events = [self._event("log_server_lost", **self.places.named(n), reason=words[n]) for n in lost]
@@ -502,7 +509,8 @@ class Job(Transitions):
             self.leases.keep(rank, now, self._timing.kept_s)
             return []
         self.leases.renew(rank, now)
-        self.steps.see(rank, heartbeat.version, now, running=self.row.state is State.RUNNING)
+        if rank not in self.row.vacant:
+            self.steps.see(rank, heartbeat.version, now, running=self.row.state is State.RUNNING)
         self.replays.pop(rank, None)
         if heartbeat.HasField("replay") and self.row.state is State.RECOVERING:
             self.replays[rank] = heartbeat.replay
@@ -622,7 +630,7 @@ class Job(Transitions):
         check_holder(self.row, finish)
         if row.state is State.FORMING:
             raise Refusal(Refused.INVALID, "finish before the job runs")
-        if row.state is not State.RUNNING or finish.rank in row.finished:
+        if row.state is not State.RUNNING or finish.rank in row.finished or finish.rank in row.vacant:
             return []
         rank = finish.rank
         if unlike := self.endings.unlike(finish):

@@ -219,11 +219,11 @@ class JobRow:
     """Reason for this generation, or for the failure of the job."""
 
     holders: dict[int, Holder] = field(default_factory=Table)
-    """rank -> its live holder."""
+    """rank -> its live holder. That of a vacant slot is a spare, and waits for the rest of its cell."""
     members: int = 0
     """Number of processes that have joined, which is the id of the latest one."""
     vacant: dict[int, int | None] = field(default_factory=Table)
-    """Slots without a holder that none is expected for -> version since which; None: since the recovery in progress."""
+    """Slots of cells that lack a holder and expect none -> version since which; None: since this recovery."""
     unlogged_below: int | None = None
     """Version below which the log lacks the steps run while a slot was vacant (LACKS: set on RUNNING); None: no such
     steps are missing."""
@@ -325,6 +325,16 @@ class JobRow:
 
     def slots(self) -> Iterator[int]:
         return (slot for slot in range(self.world_size) if slot not in self.vacant)
+
+    def seated(self) -> dict[int, Holder]:
+        """Returns rank -> its holder, of the slots that are not vacant."""
+        return {rank: holder for rank, holder in self.holders.items() if rank not in self.vacant}
+
+    def cell(self, slot: int) -> range:
+        """Returns the slots that hold one replica of a stage together with this one."""
+        parts = count_of(self.config, "shards", 1) * count_of(self.config, "tensor_parallel", 1)
+        first = slot - slot % parts
+        return range(first, first + parts)
 
     @property
     def wanted(self) -> int:

@@ -34,12 +34,13 @@ from swift_ft_services.coordinator.job_record import LACKS, JobRow, State, count
 # ::
 #
 #     (auto)        `give_up`: no process is expected for the slot; `Awaited`: none has joined in time
-#     (a death)     `vacate`: the slot is vacant in the next generation
+#     (a death)     `vacate`: the slots of its cell are vacant in the next generation; processes that hold the others
+#                   of them are spares
 #     (a plan)      `named`: if the batches of that data-parallel rank are dropped (`lost_shard` "drop"), the plan is
 #                   not exact, with that reason; so the log is given up, and the target saved
 #     (RUNNING)     `mark_vacant_since`: records the version since which the slot is vacant
-#     (a Join)      `fill`: another process holds the slot, in a new generation; if its batches were dropped, the
-#                   log is given up again: the records of the current step lack its part
+#     (a Join)      `fill`: once processes hold all slots of the cell, it takes part, in a new generation; if its
+#                   batches were dropped, the log is given up again: the records of the current step lack its part
 #
 # A checkpoint saved while a slot was vacant has no shard of it. A later holder loads a replica's shard, which
 # has the same state. Only these strategies do so, so only a job with one of them can use such a checkpoint.
@@ -115,25 +116,30 @@ def give_up(row: JobRow, slots: Iterable[int]) -> str:
 
 
 def vacate(row: JobRow, dead: Iterable[int]) -> list[int]:
-    """(before a new generation) Returns the slots that become vacant: all dead ones if a whole pipeline is left. Else
-    none: the job continues from its checkpoint with other processes."""
-    dead = sorted(dead)
-    left = {rank for rank, holder in row.holders.items() if rank not in dead and not holder.gone}
+    """(before a new generation) Returns the slots that become vacant: all of the dead ones' cells if a whole pipeline
+    is left. Else none: the job continues from its checkpoint with other processes."""
+    dead = set(dead)
+    left = {rank for rank, holder in row.seated().items() if rank not in dead and not holder.gone}
     if shrinks_late(row.config):
-        dead, row.given_up = row.given_up, []
+        dead, row.given_up = set(row.given_up), []
     elif not job_shrinks(row.config) or row.state is State.FORMING or not whole(row, left):
         return []
-    for slot in dead:
+    slots = sorted({slot for lost in dead for slot in row.cell(lost)} - set(row.vacant))
+    for slot in slots:
         row.vacant[slot] = None
-    if dead:
+    if slots:
         row.shards = {}  # no checkpoint may combine shards from before and after this loss
         row.rolled_back_in = row.generation + 1
-    return dead
+    return slots
 
 
 def fill(row: JobRow, slot: int) -> str:
-    """(before a new generation) A process has joined a vacant slot. Returns the reason for the generation."""
-    del row.vacant[slot]
+    """A process has joined a vacant slot. Returns the reason for a new generation; empty if its cell lacks others."""
+    cell = row.cell(slot)
+    if any(other not in row.holders for other in cell):
+        return ""
+    for other in cell:
+        del row.vacant[other]
     row.shards = {}  # no shards saved without this slot may form a complete checkpoint
     row.rolled_back_in = row.generation + 1
     row.log_ends = row.log_ends or _drops(row)
@@ -176,8 +182,9 @@ def lacking(row: JobRow, version: int, config: Mapping[str, str]) -> str:
 def whole(row: JobRow, left: set[int]) -> bool:
     """Returns whether the job can continue with the slots in `left`: one data-parallel rank is complete, or, where
     microbatches are rerouted, each stage group has a rank."""
-    full = Assignment.grid(row.world_size, replicas=replicas_of(row.config))
-    held = full.held_by({slot: slot for slot in left})
+    counts = {name: count_of(row.config, name, 1) for name in ("replicas", "shards")}
+    full = Assignment.grid(row.world_size, **counts, tensor=count_of(row.config, "tensor_parallel", 1))
+    held = full.held_by({slot: slot for slot in left if left.issuperset(row.cell(slot))})
     if not reroutes_lost(row):
         return bool(held.whole_origins())
     return not held.lost_stages()
@@ -215,7 +222,7 @@ def config_of(config: Mapping[str, str]) -> PlanConfig:
 
 def assignment_of(row: JobRow) -> Assignment:
     """Returns the stages and shards of the ranks. Raises ValueError, in one line, if they are inconsistent."""
-    members = {slot: holder.member for slot, holder in row.holders.items()}
+    members = {slot: holder.member for slot, holder in row.seated().items()}
     return Assignment.told(
         num_stages=row.num_stages, stages=row.stages, shards=row.stage_shards, members=members
     )

@@ -20,14 +20,14 @@ def waiting_for(row: JobRow) -> str:
         waits.append(f"the log servers to hold generation {row.generation}")
     if row.state in (State.FORMING, State.FENCING, State.PLANNING):
         missing = (rank for rank in row.slots() if rank not in row.holders)
-        waits += _ranks(missing, row.wanted - len(row.holders), "to join")
+        waits += _ranks(missing, row.wanted - len(row.seated()), "to join")
     if row.state is State.PLANNING:
-        silent = sorted(set(row.holders) - set(row.reports))
+        silent = sorted(set(row.seated()) - set(row.reports))
         waits += _ranks(silent, len(silent), "to report")
         if not waits:
             waits.append("the log inventory" if row.plan is None else "the logs to be emptied")
     if row.state in (State.FORMING, State.RECOVERING):
-        begun = sorted(set(row.holders) - set(row.ready))
+        begun = sorted(set(row.seated()) - set(row.ready))
         waits += _ranks(begun, len(begun), "to be ready")
     return "; ".join(waits)
 

@@ -21,7 +21,7 @@ def view_of(row: JobRow) -> pb.View:
         generation=row.generation,
         state=pb.State.Value(row.state),
         world_size=row.world_size,
-        members=[_member(row.holders[rank]) for rank in sorted(row.holders)],
+        members=[_member(holder) for _, holder in sorted(row.seated().items())],
         vacant=sorted(row.vacant),
         shrinks=job_shrinks(row.config),
         shrinks_late=shrinks_late(row.config),

@@ -167,6 +167,7 @@ class ProcessGroups:
 
         Any communication over them raises a RuntimeError that says so.
         """
+        self.tear_down()
         for group in self._groups:
             group.stand_alone()
         self._register()

@@ -185,22 +185,23 @@ class Assignment:
         return self.adopting(adopted)
 
     def rerouted(self) -> "Assignment":
-        """Gives the microbatches of each vacant slot to all held slots of its stage group, in turn; several vacant
-        slots start with different ones. Raises ValueError if a stage group has no held slot."""
+        """Gives the microbatches of each vacant slot to its peers, in turn; several vacant slots start with different
+        ones. Raises ValueError if a stage group has no held slot."""
         adopted: dict[tuple[int, int], tuple[int, ...]] = {}
         for group, stages in enumerate(self.group_stages):
-            left = self._groups[group]
-            if not left:
+            if not self._groups[group]:
                 raise ValueError(f"nobody is left of stage group {group}")
             lost = [origin for origin in range(self.dp_size) if self.at(group, origin) not in self.members]
             for turn, origin in enumerate(lost):
-                begin = turn % len(left)
-                adopted |= {(stage, origin): (*left[begin:], *left[:begin]) for stage in stages}
+                peers = self.peers(self.at(group, origin))
+                begin = turn // self.shards % len(peers)
+                adopted |= {(stage, origin): (*peers[begin:], *peers[:begin]) for stage in stages}
         return self.adopting(adopted)
 
-    def representatives(self) -> tuple[int, ...]:
-        """Returns the first held slot of each stage group that has any."""
-        return tuple(group[0] for group in self._groups if group)
+    def representatives(self, shard: int) -> tuple[int, ...]:
+        """Returns the first held slot with this shard of each stage group that has any."""
+        firsts = (next((n for n in group if self.slots[n].shard == shard), None) for group in self._groups)
+        return tuple(first for first in firsts if first is not None)
 
     def whole_origins(self) -> tuple[int, ...]:
         """Returns the data-parallel ranks without a vacant slot, ascending."""
@@ -258,6 +259,19 @@ class Assignment:
         """Returns the held slots of the slot's stage group, ascending."""
         return self._groups[self.slots[slot].stage_group]
 
+    def cell(self, slot: int) -> tuple[int, ...]:
+        """Returns the slots, held or vacant, that hold one replica of the slot's stages together, ascending. If one of
+        them is vacant, so are the others."""
+        own = self.slots[slot]
+        first = own.dp_rank - own.dp_rank % self.shards
+        return tuple(self.at(own.stage_group, first + part) for part in range(self.shards))
+
+    def data(self, slot: int) -> tuple[int, ...]:
+        """Returns the held slots of the slot's stage group with the same place among the ranks that compute one batch
+        together, ascending."""
+        place = self.slots[slot].dp_rank % self.tensor
+        return tuple(n for n in self.group(slot) if self.slots[n].dp_rank % self.tensor == place)
+
     def peers(self, slot: int) -> tuple[int, ...]:
         """Returns the other held slots with the same state, ascending."""
         shard = self.slots[slot].shard
@@ -272,7 +286,7 @@ class Assignment:
         """
         own, parts, tensor = self.slots[slot], self.shards, self.tensor
         group = self.group(slot)
-        data = tuple(n for n in group if self.slots[n].dp_rank % tensor == own.dp_rank % tensor)
+        data = self.data(slot)
         groups = {
             "world": self.occupied,
             "pipeline": tuple(n for n in self.occupied if self.slots[n].dp_rank == own.dp_rank),

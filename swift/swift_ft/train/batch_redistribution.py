@@ -33,6 +33,7 @@ from swift_ft.comm.groups import ReconfigurableGroup
 from swift_ft.planner import Assignment
 from swift_ft.state.digests import DIGEST_BYTES, digests
 from swift_ft.state.loaders import OriginLoaders
+from swift_ft.state.transfer import local
 from swift_ft.train.boundary_log import Channel
 from swift_ft.train.config import SessionConfig
 from swift_ft.train.participants import Participant, Step
@@ -93,7 +94,7 @@ class Answers:
             run()
             return
         assignment = self._assignment()
-        group = assignment.group(self._slot)
+        group = assignment.data(self._slot)
         if self._reroutes:
             have = {group[0]}
         else:
@@ -278,7 +279,7 @@ class Adoption(Participant):
         assignment = self._assignment()
         if not assignment.adopted:
             return None
-        group = assignment.group(self._slot)
+        group = assignment.data(self._slot)
         rows = [
             [Row(assignment.slots[slot].dp_rank), *map(Row, assignment.adopted_by(slot))] for slot in group
         ]
@@ -347,7 +348,7 @@ class Adoption(Participant):
 
     def _gradients_now(self) -> Gradients:
         parameters = chain.from_iterable(stage.submod.parameters() for stage in self._state.stages)
-        given = {p: p.grad.detach() for p in parameters if p.grad is not None and p.requires_grad}
+        given = {p: local(p.grad.detach()) for p in parameters if p.grad is not None and p.requires_grad}
         check_dense(given.values())
         return {parameter: gradient.clone() for parameter, gradient in given.items()}
 
@@ -360,7 +361,7 @@ class Adoption(Participant):
                 self._answers.early = self.reroute is not None
                 self._channel.begin_step(step.number)
                 self._state.begin_step()
-                self._loaders.begin(origin)
+                self._loaders.begin(origin // self._assignment().tensor)
                 if origin != own:
                     self._state.draw_as_other(self._loaders.names)
                 try:
@@ -398,7 +399,8 @@ class Adoption(Participant):
     def _try_out(self, step: Step) -> None:
         """Checks, before it is needed, that each rank computes the next data-parallel rank's gradients bitwise."""
         assignment = self._assignment()
-        own, origins = self._channel.origin, assignment.whole_origins()
+        own, cell = self._channel.origin, assignment.shards
+        origins = assignment.whole_origins()[own % cell :: cell]
         if len(origins) == 1 and own in origins:
             if not self._tried:
                 self._differs(
@@ -412,12 +414,13 @@ class Adoption(Participant):
             if takes_part
             else bytes(2 * DIGEST_BYTES)
         )
-        ranks = [assignment.slots[slot].dp_rank for slot in assignment.group(self._slot)]
+        ranks = [assignment.slots[slot].dp_rank for slot in assignment.data(self._slot)]
         gathered = dict(
             zip(ranks, self._data.gathered(torch.frombuffer(bytearray(told), dtype=torch.uint8)), strict=True)
         )
         for rank, other in next_to.items():
             if not torch.equal(gathered[rank][DIGEST_BYTES:], gathered[other][:DIGEST_BYTES]):
+                rank, other = (place // assignment.tensor for place in (rank, other))
                 self._refuse(
                     step.number,
                     f"was tried out: data-parallel rank {rank} has computed other gradients for the batch of rank "

@@ -41,10 +41,13 @@ class Gate:
     ``scheduled``; (default group) ``new_group``
     """
 
-    def __init__(self, stage_group: Iterable[int] = (), moves_batches: str = "") -> None:
-        """`stage_group`: the ranks that replay together with this one. `moves_batches`: the strategy, if ranks of it
-        compute the batches of others; then no communication is theirs alone."""
-        self._together = frozenset(stage_group)
+    def __init__(
+        self, stage_group: Iterable[int] = (), cell: Iterable[int] = (), moves_batches: str = ""
+    ) -> None:
+        """`stage_group`: the ranks that replay together with this one; `cell`: those that are lost with it.
+        `moves_batches`: the strategy, if ranks of it compute the batches of others; then only the communication in a
+        cell is theirs alone."""
+        self._together, self._cell = frozenset(cell if moves_batches else stage_group), frozenset(cell)
         self._moves_batches = moves_batches
         self.set_up: Hook[..., Any] = Hook("Gate.set_up")
         """Begins a collective before `session.run`, and returns its Work."""
@@ -148,13 +151,13 @@ class Gate:
 
     def _replays_with(self, group: ReconfigurableGroup) -> bool:
         """Returns whether all ranks of the group replay together with this one."""
-        return not self._moves_batches and self._together.issuperset(group.ranks)
+        return self._together.issuperset(group.ranks)
 
     def used(self, group: ReconfigurableGroup) -> None:
         """Notifies the parts of a collective that torch or the trainer runs over `group`."""
         channel, updates, participants = self._parts()
         updates.communicates()
-        if len(group.ranks) > 1 and self._in_step and not channel.replaying:
+        if self._in_step and not (channel.replaying or self._cell.issuperset(group.ranks)):
             for participant in participants:
                 participant.communicated(channel.step, of_pipeline=group.is_pipeline)
 
@@ -195,10 +198,10 @@ class Gate:
         where = f"dist.new_group({list(ranks)})"
         if self._in_step:
             raise UsageError(f"{where} in train_step: make process groups before session.run, and keep them")
-        if self._moves_batches:
+        if self._moves_batches and len({rank // len(self._cell) for rank in ranks}) > 1:
             raise UsageError(
                 f"{where} with strategy={self._moves_batches!r}: while a rank is missing, others compute its batches, "
-                "and no group of the trainer's own has all its ranks; use session.groups"
+                "and no such group of the trainer's own has all its ranks; use session.groups"
             )
         if not name.isdigit():  # torch has named it by its ranks
             raise UsageError(

@@ -327,14 +327,16 @@ class SessionConfig:
             raise UsageError(f"lost_shard={self.lost_shard!r} with strategy={self.strategy!r}: {problem}")
         if not self.shrinks:
             return
-        moves = bool(self.setting.without_replicas) and not self.drops
-        several = self.shards * self.tensor_parallel > 1
-        if several or (self.replicas == 1 and not moves):
-            split = self.shards == 1 and several
-            what = f"tensor_parallel={self.tensor_parallel}" if split else f"shards={self.shards}"
+        moves = bool(self.setting.without_replicas) and not self.drops and self.tensor_parallel == 1
+        if self.shards > 1 or (self.replicas == 1 and not moves):
             raise UsageError(
-                f"strategy={self.strategy!r} with replicas={self.replicas} and {what}: others go on for a lost rank if "
-                "they hold all of its state; give at least 2 replicas, without shards or tensor parallelism"
+                f"strategy={self.strategy!r} with replicas={self.replicas} and shards={self.shards}: others go on for "
+                "a lost rank if they hold all of its state; give at least 2 replicas, without shards"
+            )
+        if self.tensor_parallel > 1 and self.drops:
+            raise UsageError(
+                f"tensor_parallel={self.tensor_parallel} with batches that are dropped: leave lost_shard out, or take "
+                "strategy='shrink'"
             )
         if not self.exact_gradients and not self.allow_inexact:
             raise UsageError(

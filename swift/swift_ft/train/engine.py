@@ -315,12 +315,12 @@ class Engine(Holder):
         """Runs steps until `num_steps` are done, through every recovery. Returns when all ranks have finished."""
         for participant in self._participants:
             participant.check()
-        if self.membership.view.state == pb.FINISHED:
-            self.ending.come_back(self.membership.view, num_steps)
-            return
         self.ending.begin(num_steps)
         self._num_steps = num_steps
         while True:
+            if self.membership.finished:
+                self.ending.come_back(self.membership.view, num_steps)
+                return
             try:
                 self._rejoin(train_step)
                 while self._state.version < self.ending.last(num_steps):
@@ -417,6 +417,8 @@ class Engine(Holder):
         if self._reinits:
             raise reinitialization.hand_on(self._member)
         self.membership.form()
+        if self.membership.finished:  # it was a spare
+            raise StepDropped
         published = self.membership.plan
         assert published is not None
         mine = published.plan.of(self._rank)

@@ -20,7 +20,7 @@ from swift_ft.train.failures import Failures
 from swift_ft.train.log_session import OwnLog
 
 _ANY = -1
-"""Key, in place of an origin, of the route of the stages' representatives."""
+"""Key, in place of an origin, of the route of the stages' representatives; minus their shard."""
 
 
 class Membership:
@@ -101,7 +101,9 @@ class Membership:
                 self._member.enter(view.generation)
             try:
                 self._member.check()
-                if view.state == pb.PLANNING:
+                if self._rank in view.vacant and view.state != pb.FINISHED:
+                    self._member.await_change(view)  # its cell lacks a rank: others go on, and it is a spare
+                elif view.state == pb.PLANNING:
                     self._report(view)
                     self._member.await_change(view)
                 elif view.state == pb.FINISHED:
@@ -133,10 +135,12 @@ class Membership:
         if assignment.stage_groups == 1 or not assignment.adopted:
             return {}
         if self._reroutes:
-            first = assignment.representatives()
+            first = assignment.representatives(self.slot.shard)
             # A rank that is no representative runs no pipeline collective itself
             # (`swift_ft.train.batch_redistribution`).
-            return {_ANY: first} if self._rank in first else {_ANY - 1 - self._rank: (self._rank,)}
+            represents = self._rank in first
+            key = _ANY - (self.slot.shard if represents else assignment.shards + self._rank)
+            return {key: first if represents else (self._rank,)}
         origins = (self.slot.dp_rank, *assignment.adopted_by(self._rank))
         return {origin: assignment.pipeline(origin) for origin in origins}
 

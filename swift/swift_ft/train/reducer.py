@@ -65,7 +65,7 @@ class Whole:
         """Returns the gradient; zeros for a parameter without one, as in a reduction between ranks."""
         gradient = self._gradients.get(parameter)
         return (
-            torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
+            torch.zeros(local(parameter).numel(), dtype=parameter.dtype, device=parameter.device)
             if gradient is None
             else gradient.detach()
         )

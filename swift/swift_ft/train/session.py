@@ -495,7 +495,8 @@ class Session:
             return World.of(engine.membership.generation, assigned(), rank)
 
         backend = default_backend(lambda: _service_ports(member, logs))
-        gate = Gate(assignment.group(rank), config.strategy if config.redistributes or config.drops else "")
+        moves = config.strategy if config.redistributes or config.drops else ""
+        gate = Gate(assignment.group(rank), assignment.cell(rank), moves)
         groups = groups_behind(gate, rank, assignment.process_groups(rank), backend)
         # The session's own votes and copies bypass the gate.
         world = ReconfigurableGroup("all", groups["world"].ranks, rank, backend)

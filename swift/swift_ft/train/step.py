@@ -262,7 +262,10 @@ class Ending(Participant):
             await_change(view)
 
     def come_back(self, view: pb.View, num_steps: int) -> None:
-        """(the job has finished without this process) Loads its last version. Raises JobFailed, UsageError."""
+        """(the job has finished without this process) Loads its last version. Raises JobFailed, UsageError, and
+        SystemExit in a spare if that version is in no checkpoint."""
+        if self._rank in view.vacant and not view.HasField("final_version"):
+            raise SystemExit
         version = view.final_version
         if self.last(num_steps) > version:
             raise UsageError(

@@ -48,7 +48,16 @@ from tests.unit.coordinator.rows import encode, read, write_changes
 TIMING = Timing(heartbeat_s=1.0, lease_s=5.0, step_bound_s=20.0, log_lost_s=15.0, replaced_within_s=30.0)
 
 
-CONFIG = ("strategy", "undo", "groups", "helpers", "replicas", "lost_shard", "require_exact")
+CONFIG = (
+    "strategy",
+    "undo",
+    "groups",
+    "helpers",
+    "replicas",
+    "tensor_parallel",
+    "lost_shard",
+    "require_exact",
+)
 
 
 class World:

@@ -168,17 +168,19 @@ def worlds(draw: st.DrawFn) -> Assignment:
 
 @st.composite
 def histories(draw: st.DrawFn) -> list[Assignment]:
-    """Generations of one job: a member leaves, or another one comes to a slot that is vacant; some microbatches of
-    what is vacant are adopted, by anybody who runs the stage."""
+    """Generations of one job: a cell is left, or other members come to one that is vacant; some microbatches of what is
+    vacant are adopted, by anybody who runs the stage."""
     world = draw(worlds())
     members, next_member = dict(world.members), len(world.slots)
     found = [world]
     for _ in range(draw(st.integers(1, 6))):
-        slot = draw(st.sampled_from(range(len(world.slots))))
-        if slot in members:
-            del members[slot]
+        cell = world.cell(draw(st.sampled_from(range(len(world.slots)))))
+        if cell[0] in members:
+            for slot in cell:
+                del members[slot]
         else:
-            members[slot], next_member = next_member, next_member + 1
+            members |= {slot: next_member + place for place, slot in enumerate(cell)}
+            next_member += len(cell)
         now = world.held_by(members)
         adopted = {
             (stage, now.slots[vacant].dp_rank): tuple(
@@ -236,6 +238,7 @@ def test_who_adopts_is_in_a_whole_pipeline_and_nobody_waits_in_a_circle(history:
             assert [now.slots[slot].stage_group for slot in route] == list(range(now.stage_groups))
             assert all(origin in order[slot] for slot in route)
         for slot, origins in order.items():
+            assert {now.slots[now.at(0, o)].shard for o in origins} == {now.slots[slot].shard}
             assert origins == [*sorted(set(origins) - set(whole)), *(set(origins) & set(whole))]
             assert len(origins) == 1 or now.slots[slot].dp_rank in whole
         loads = [len(now.adopted_by(now.at(0, o))) for o in whole if now.stage_groups == 1]
@@ -255,14 +258,15 @@ def test_peers_share_what_is_rerouted(history: list[Assignment]) -> None:
         assert dropped_origins(now) == ()
         for stage in range(now.num_stages):
             check_owners(now, stage)
-            left = now.holders(stage)
             for origin in range(now.dp_size):
-                if now.slot_at(stage, origin) not in now.members:
+                if (lost := now.slot_at(stage, origin)) not in now.members:
+                    left = now.peers(lost)
                     owners = [now.owner(stage, origin, microbatch) for microbatch in range(2 * len(left))]
                     assert sorted(owners) == sorted([*left, *left]), "all of them, as often"
-        first = now.representatives()
-        assert [now.slots[slot].stage_group for slot in first] == list(range(now.stage_groups))
-        assert all(slot in now.members for slot in first)
+        for shard in range(now.shards):
+            first = now.representatives(shard)
+            assert [now.slots[slot].stage_group for slot in first] == list(range(now.stage_groups))
+            assert all(slot in now.members and now.slots[slot].shard == shard for slot in first)
 
 
 def check_owners(now: Assignment, stage: int) -> None:

@@ -84,7 +84,7 @@ class Rank:
         self.channel = channel_of(rank)
         self.channel._opened = log  # type: ignore[assignment]
         self.channel.watch(None)
-        self.gate = Gate(together, moves_batches)
+        self.gate = Gate(together, (rank,), moves_batches)
         self.communicated: list[int] = []
         """Steps in which a trainer has communicated over several ranks, as far as adoption has heard."""
         self.all = Group("default", RANKS, rank, self.gate)
@@ -269,6 +269,11 @@ def test_groups_are_refused_that_would_not_outlive_a_failure() -> None:
         rank.gate.new_group([0, 1], "2")
     with pytest.raises(UsageError, match="with strategy='shrink'"):
         Rank(Log(), moves_batches="shrink").gate.new_group([0, 1], "2")
+    gate = Gate((0, 1, 2, 3), (2, 3), moves_batches="shrink")
+    assert gate.new_group([2, 3], "0")  # of one cell
+    assert not gate.new_group([0, 1], "1")
+    with pytest.raises(UsageError, match="with strategy='shrink'"):
+        gate.new_group([1, 2], "2")
 
 
 def test_a_result_is_no_computation_for_autograd() -> None:

@@ -66,7 +66,7 @@ class Facts:
     @classmethod
     def of(cls, asked: DrillConfig, evidence: Evidence) -> Self:
         """Compares digests at each recovery and at the end. After a requested inexact operation digests may differ."""
-        recoveries = timeline.recoveries(evidence.events)
+        recoveries = timeline.recoveries(evidence.events, asked.topology.parts)
         at_recovery: list[Comparison] = []
         inexact = False
         vacant: frozenset[int] = frozenset()

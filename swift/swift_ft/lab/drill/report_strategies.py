@@ -40,9 +40,9 @@ def _shrink_checks(facts: Facts) -> list[Check]:
 
 
 def _vacant_check(facts: Facts) -> Check:
-    """Checks that every lost rank left its slot vacant, and no other did."""
+    """Checks that every lost rank left the slots of its cell vacant, and no other did."""
     name = "the slots of lost ranks were left vacant"
-    lost = shrinking.victims(facts.asked)
+    lost = shrinking.vacated(facts.asked)
     left = {int(event["rank"]) for event in facts.events if event["event"] == "left_vacant"}
     seen = {rank for recovery in facts.recoveries for rank in recovery.vacant}
     if not lost:
@@ -68,7 +68,7 @@ def _moves(facts: Facts) -> dict[int, int]:
 
 
 def _growth_checks(facts: Facts) -> list[Check]:
-    lost, version = shrinking.victims(facts.asked), facts.asked.grown_at
+    lost, version = shrinking.vacated(facts.asked), facts.asked.grown_at
     last = facts.recoveries[-1].vacant if facts.recoveries else frozenset()
     if version is None:
         return [Check("they stayed vacant", last == lost, f"vacant at the end: {sorted(last)}")]
@@ -80,8 +80,8 @@ def _growth_checks(facts: Facts) -> list[Check]:
 
 def _computed_for(event: dict[str, Any], facts: Facts) -> int:
     """Returns the lost rank whose origin's batch another rank of the same stage computed."""
-    rank, replicas = int(event["rank"]), facts.asked.topology.replicas
-    return rank // replicas * replicas + int(event["origin"])
+    rank, places = int(event["rank"]), facts.asked.topology.places
+    return rank // places * places + int(event["origin"])
 
 
 def _calculation_check(facts: Facts) -> Check:

@@ -239,7 +239,7 @@ class FaultedRun:
     def _calculated(self, trace: list[dict[str, Any]]) -> dict[int, Digest]:
         """Runs `swift_ft.lab.drill.calculation` with the origins present in each step and the buckets of interrupted
         steps. Returns version -> digests; {} if it failed."""
-        recoveries = timeline.recoveries(trace)
+        recoveries = timeline.recoveries(trace, self._config.topology.parts)
         absent = {
             step: sorted(timeline.vacant_at(step, recoveries)) for step in range(self._config.topology.steps)
         }

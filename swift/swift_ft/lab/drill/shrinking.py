@@ -109,14 +109,14 @@ def problems(config: "DrillConfig") -> Iterator[str]:
 
 def _nobody_left(config: "DrillConfig", rerouted: bool) -> str:
     """Returns why the other ranks could not continue; empty: they can."""
-    shape, lost = config.topology, victims(config)
+    shape, lost = config.topology, vacated(config)
     if shape.pipeline_ranks == 1:
-        return "every rank is killed; leave one" if len(lost) == shape.replicas else ""
+        return "every replica loses a rank; leave one whole" if len(lost) == shape.ranks else ""
     if rerouted:
         whole = any(set(shape.replicas_of(rank)) <= lost for rank in lost)
-        return "every replica of a stage is killed; leave one" if whole else ""
+        return "every replica of a stage loses a rank; leave one whole" if whole else ""
     lacking = {shape.place(rank) for rank in lost}
-    return "every pipeline loses a rank; leave one whole" if len(lacking) == shape.replicas else ""
+    return "every pipeline loses a rank; leave one whole" if len(lacking) == shape.places else ""
 
 
 def moves(config: "DrillConfig") -> bool:
@@ -134,9 +134,14 @@ def victims(config: "DrillConfig") -> frozenset[int]:
     return frozenset(fault.rank for fault in config.faults if isinstance(fault, RankFault))
 
 
+def vacated(config: "DrillConfig") -> frozenset[int]:
+    """Returns the ranks whose slots are vacant: lost ones, and those that held a replica of a stage with them."""
+    return frozenset(rank for lost in victims(config) for rank in config.topology.cell(lost))
+
+
 def first_survivor(config: "DrillConfig") -> int:
     """Returns the rank that pauses until the lost ranks have rejoined."""
-    return min(set(range(config.topology.ranks)) - victims(config), default=0) if config.shrinks else 0
+    return min(set(range(config.topology.ranks)) - vacated(config), default=0) if config.shrinks else 0
 
 
 def pauses(config: "DrillConfig") -> dict[str, int]:
@@ -147,7 +152,8 @@ def pauses(config: "DrillConfig") -> dict[str, int]:
 def has_grown(cluster: "Cluster", present: frozenset[int], config: "DrillConfig") -> bool:
     """Returns whether the lost ranks have joined. `present`: the ranks that have joined and were not lost since."""
     waits = (cluster.fault_directory / f"{PAUSE}.reached").exists()
-    return waits and len(present) == config.topology.ranks
+    spares = vacated(config) - victims(config)
+    return waits and len(present | spares) == config.topology.ranks
 
 
 def await_growth() -> None:

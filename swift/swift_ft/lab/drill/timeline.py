@@ -174,8 +174,8 @@ def state_of(event: Event) -> str:
     return str(event.get("state", "")).lower()
 
 
-def recoveries(events: Sequence[Event]) -> list[Recovery]:
-    """Returns all recoveries, by time."""
+def recoveries(events: Sequence[Event], parts: int = 1) -> list[Recovery]:
+    """Returns all recoveries, by time. `parts`: the ranks that hold one replica of a stage together."""
     so_far: list[Recovery] = []
     running_before: float | None = None
     for event in _states(events):
@@ -204,7 +204,8 @@ def recoveries(events: Sequence[Event]) -> list[Recovery]:
         recovery.faults = [
             event for event in _named(events, "fault") if previous_end < noticed[_fault_key(event)] <= end
         ]
-        _fill(recovery, [event for event in events if event["t"] > end], events, vacant)
+        lost = {rank - rank % parts + part for rank in recovery.victims for part in range(parts)}
+        _fill(recovery, [event for event in events if event["t"] > end], events, vacant, lost)
         previous_end, vacant = end, recovery.vacant
     return so_far
 
@@ -220,8 +221,11 @@ def _noticed(events: Sequence[Event]) -> dict[tuple[Any, Any], float]:
     return {_fault_key(e): max(e["t"], exits.get(e["pid"], e["t"])) for e in _named(events, "fault")}
 
 
-def _fill(recovery: Recovery, after: list[Event], events: Sequence[Event], vacant: frozenset[int]) -> None:
-    """Fills in a recovery from its window and the events after it. `vacant`: the vacant slots before it."""
+def _fill(
+    recovery: Recovery, after: list[Event], events: Sequence[Event], vacant: frozenset[int], lost: set[int]
+) -> None:
+    """Fills in a recovery from its window and the events after it. `vacant`: the vacant slots before it; `lost`: the
+    ranks whose slots it may leave vacant."""
     numbers = {event["server"] for event in recovery.named("log_server_lost")}
     # It may have died long before, for example in an earlier recovery.
     killed = [e for e in _named(events, "service_killed") if e.get("lost")]
@@ -232,7 +236,7 @@ def _fill(recovery: Recovery, after: list[Event], events: Sequence[Event], vacan
         recovery.vacant = vacant
     else:  # only lost ranks can be absent: all others need a digest, whatever the plan says
         present = {int(entry["rank"]) for entry in _entries(recovery.plan)}
-        recovery.vacant = (vacant | recovery.victims) - present
+        recovery.vacant = (vacant | lost) - present
         recovery.returned = vacant & present
     if recovery.replay_expected and not recovery.made("replay_end"):
         recovery.missing.append("replay_end")

@@ -141,6 +141,10 @@ class Topology:
     def place(self, rank: int) -> int:
         return rank % self.places
 
+    def cell(self, rank: int) -> range:
+        """Returns the ranks that hold one replica of a stage together, including this one."""
+        return range(rank - rank % self.parts, rank - rank % self.parts + self.parts)
+
     def replicas_of(self, rank: int) -> tuple[int, ...]:
         """Returns the ranks with the same state, including this one."""
         first = rank - self.place(rank) + self.place(rank) % self.parts
