@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import importlib.util
 import ipaddress
 import math
 import os
@@ -14,7 +15,7 @@ from typing import Any, NoReturn, TypeVar
 
 from swift_ft.errors import SwiftError, UsageError
 from swift_ft.files import write_whole
-from swift_ft.text import split_address
+from swift_ft.text import scheme_of, split_address
 
 T = TypeVar("T")
 
@@ -87,13 +88,30 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def local_directory(text: str) -> Path:
-    """Parses the name of a directory. Raises UsageError for the URL of an object store: as a path
-    it would name a folder such as ``./s3:``."""
+    """Parses the name of a directory. Raises UsageError for a URL: as a path it would name a folder such as
+    ``./s3:``."""
     if _URL.match(text):
-        raise UsageError(
-            f"{text[:80]} is a URL, and only directories are supported: name one, local or mounted"
-        )
+        raise UsageError(f"{text[:80]} is a URL, and this takes only directories: name one, local or mounted")
     return Path(text)
+
+
+def checkpoint_place(text: str) -> str:
+    """Parses the place of checkpoints. Returns the absolute path of a directory, or the URL of an object store. Raises
+    UsageError."""
+    return object_store(text) if scheme_of(text) else os.path.abspath(local_directory(text))
+
+
+def object_store(text: str) -> str:
+    """Parses the URL of a bucket, or of a prefix in it. Returns it without a slash at its end. Raises UsageError, also
+    if obstore is not installed."""
+    scheme, _, place = text.partition("://")
+    bucket, _, prefix = place.partition("/")
+    words = prefix.strip("/").split("/") if prefix.strip("/") else []
+    if not scheme_of(text) or not bucket or set("?#") & set(text) or {"", ".", ".."} & set(words):
+        raise UsageError(f"{text[:80]} names no object store: give s3://BUCKET/PREFIX, gs://… or az://…")
+    if importlib.util.find_spec("obstore") is None:
+        raise UsageError(f"{text[:80]}: obstore is not installed: pip install 'swift-ft[objects]'")
+    return "/".join([f"{scheme}://{bucket}", *words])
 
 
 def host_and_port(text: str, flag: str) -> tuple[str, int]:

@@ -196,6 +196,15 @@ def split_address(text: str) -> tuple[str, int] | None:
     return None if port is None or not _HOST.fullmatch(host) or host.lower() in _SCHEMES else (host, port)
 
 
+SCHEMES = ("s3", "gs", "az")
+
+
+def scheme_of(text: str) -> str | None:
+    """Returns the scheme of an object store's URL; None for anything else, such as a path."""
+    scheme, separator, _ = text.partition("://")
+    return scheme if separator and scheme in SCHEMES else None
+
+
 def parse_json(content: str | bytes, where: str = "") -> Any:
     """Parses JSON. It must not be nested deeper than `DEPTH_MAX` or have duplicate keys, and all numbers and characters
     must be encodable again. Raises UsageError in one line, which begins with `where`."""

@@ -1,5 +1,6 @@
 """Command lines: what every program refuses alike."""
 
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,24 +27,46 @@ def test_a_number_of_seconds_is_a_number(text: str) -> None:
     assert parser.parse_args(["--every=0.5"]).every == 0.5
 
 
+@pytest.mark.parametrize("program", ["log server", "coordinator"])
 @pytest.mark.parametrize("url", ["s3://bucket/run", "gs://bucket", "az://container/run", "file:///tmp/run"])
-@pytest.mark.parametrize("program", ["run", "export", "rank", "log server", "coordinator"])
-def test_an_object_store_is_refused_where_a_directory_is_expected(
-    program: str, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As a path it named a folder `./s3:`, in which the checkpoints were written."""
-    monkeypatch.setenv("SWIFT_CHECKPOINT_DIR", url)
+def test_an_object_store_is_refused_where_a_directory_is_expected(program: str, url: str) -> None:
+    """As a path it named a folder `./s3:`, in which files were written."""
     calls: dict[str, Callable[[], object]] = {
-        "run": lambda: command.make_plan(
-            ["--coordinator=127.0.0.1:1", "--job=j", f"--checkpoint-dir={url}", "train.py"]
-        ),
-        "export": lambda: export.parse([f"--checkpoint-dir={url}", "--job=j", "out"]),
-        "rank": lambda: checkpoint_directory("j"),
         "log server": lambda: logserver.parse([f"--directory={url}"]),
         "coordinator": lambda: coordinator.parse([f"--directory={url}"]),
     }
-    with pytest.raises(UsageError, match=rf"{url} is a URL, and only directories are supported"):
+    with pytest.raises(UsageError, match=rf"{url} is a URL, and this takes only directories"):
         calls[program]()
+
+
+def of_checkpoints(program: str, url: str, monkeypatch: pytest.MonkeyPatch) -> str | None:
+    """What a program makes of a place for checkpoints."""
+    if program == "run":
+        flags = ["--coordinator=127.0.0.1:1", "--job=j", f"--checkpoint-dir={url}", __file__]
+        return command.make_plan(flags).job.checkpoint_dir
+    if program == "export":
+        place: str = export.parse([f"--checkpoint-dir={url}", "--job=j", "out"]).directory
+        return place.removesuffix("/j")
+    monkeypatch.setenv("SWIFT_CHECKPOINT_DIR", url)
+    return checkpoint_directory("j").removesuffix("/j")
+
+
+@pytest.mark.parametrize("program", ["run", "export", "rank"])
+def test_checkpoints_may_be_in_an_object_store(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for url in ("s3://bucket/a/run", "gs://bucket", "az://container/run"):
+        for text in (url, f"{url}/"):
+            assert of_checkpoints(program, text, monkeypatch) == url
+    for url in ("file:///tmp/run", "hdfs://host/run", "s3a://bucket"):
+        with pytest.raises(UsageError, match=rf"{url} is a URL, and this takes only directories"):
+            of_checkpoints(program, url, monkeypatch)
+    for url in ("s3://", "s3:///run", "s3://bucket/../run", "s3://bucket/a//run", "s3://bucket/run?x=1"):
+        with pytest.raises(UsageError, match="names no object store: give s3://BUCKET/PREFIX"):
+            of_checkpoints(program, url, monkeypatch)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    with pytest.raises(
+        UsageError, match=r"s3://bucket: obstore is not installed: pip install 'swift-ft\[objects\]'"
+    ):
+        of_checkpoints(program, "s3://bucket", monkeypatch)
 
 
 def test_a_directory_may_have_a_colon_in_its_name() -> None:

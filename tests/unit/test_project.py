@@ -318,7 +318,9 @@ def test_every_pin_but_torch_has_its_hashes() -> None:
     def pins(name: str) -> dict[str, str]:
         lines = (ROOT / name).read_text().splitlines()
         return dict(
-            line.removesuffix(" \\").split("==") for line in lines if re.match(r"[A-Za-z]\S*==", line)
+            line.removesuffix(" \\").partition(" ;")[0].split("==")
+            for line in lines
+            if re.match(r"[A-Za-z]\S*==", line)
         )
 
     hashed = pins("requirements.hashed.txt")

@@ -17,7 +17,7 @@ from functools import partial
 from importlib.machinery import PathFinder
 
 from swift_ft import events
-from swift_ft.cli_parser import host_and_port, import_with_extra
+from swift_ft.cli_parser import checkpoint_place, host_and_port, import_with_extra
 from swift_ft.errors import SwiftError, UsageError
 from swift_ft.launch.decisions import Outcome
 from swift_ft.launch.flags import (
@@ -257,7 +257,7 @@ def make_plan(argv: Sequence[str]) -> LaunchPlan:
         cwd=os.getcwd(),
         coordinator=args.coordinator or "",
         name=name,
-        checkpoint_dir=os.path.abspath(checkpoints) if checkpoints else None,
+        checkpoint_dir=checkpoint_place(str(checkpoints)) if checkpoints else None,
         run=uuid.uuid4().hex[:16],
         retry_exceptions=args.retry_exceptions,
         from_job=args.from_job or "",

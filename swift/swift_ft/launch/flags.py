@@ -9,7 +9,7 @@ import copy
 import os
 from typing import Any, NoReturn
 
-from swift_ft.cli_parser import Parser, argument, local_directory
+from swift_ft.cli_parser import Parser, argument, checkpoint_place
 from swift_ft.errors import UsageError
 from swift_ft.launch.health_check import LIMIT_S_DEFAULT
 from swift_ft.planner.settings import LOST_SHARDS, QUICKEST, STRATEGIES
@@ -203,9 +203,10 @@ def _add_adaptive(group: _Group) -> None:
 def _add_checkpoints(group: _Group) -> None:
     group.add(
         "--checkpoint-dir",
-        type=argument(local_directory),
+        type=argument(checkpoint_place),
         metavar="DIR",
-        help="The directory of the ranks' checkpoints (default with --standalone: ./swift-NAME/checkpoints).",
+        help="The directory of the ranks' checkpoints, or s3://BUCKET/PREFIX, gs://…, az://… (default with "
+        "--standalone: ./swift-NAME/checkpoints).",
     )
     group.add(
         "--from-job",

@@ -11,6 +11,7 @@ fsdp                 parameters and optimizer state that are DTensors
 tensors, tree        tensors as bytes; state dicts as named tensors and JSON
 digests              of tensors, computed where they are: in host memory or on a device
 checkpoint_file      one rank's state as an index and a file of tensors; checkpoint_store manages such files
+checkpoint_place     where they are: a directory or an object store
 export               a whole job's state as a directory of torch.distributed.checkpoint, and back
 transfer             copies a replica's state to a joining rank
 """

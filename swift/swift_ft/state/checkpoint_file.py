@@ -1,10 +1,11 @@
-"""One rank's checkpoint as two files in a folder, written and read as a stream. A comment below draws their layout.
+"""One rank's checkpoint as two files, written and read as a stream. A comment below draws their layout.
 
 The elements go directly between the tensors' memory and the file, so that in addition to the tensors at most a piece of
 a file is held. The layout is that of safetensors, so that its library can read the weights of a checkpoint. The code
 here does not use that library: it needs the whole file in memory, and neither syncs nor checks anything.
 
-Only regular files are opened, without following links. A size in a file is checked against the file's length.
+Where the files are is the business of `swift_ft.state.checkpoint_place`. A size in a file is checked against the file's
+length.
 """
 
 import ctypes
@@ -14,11 +15,10 @@ import math
 import os
 import struct
 from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ import xxhash
 
 from swift_ft.device import Accelerator, Event, accelerator_of, until_over
 from swift_ft.errors import UsageError
-from swift_ft.files import open_regular, sync_directory
 from swift_ft.log.record import DTYPE_BY_NAME
 from swift_ft.state.tree import dtype_of, join, split
 from swift_ft.text import unique_keys
@@ -351,8 +350,6 @@ _NO_STATE = (
     TypeError,
     ValueError,
 )
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Snapshot:
@@ -498,23 +495,29 @@ def _check(name: str, tensor: torch.Tensor) -> None:
 # --- writing ---
 
 
+class Sink(Protocol):
+    """A place for the files of one new shard."""
+
+    def create(self, name: str) -> AbstractContextManager[Callable[[memoryview], None]]:
+        """(context manager) Yields a function that appends to a new file. Raises OSError."""
+
+
 def write_shard(
-    folder: Path, snapshot: Snapshot, version: int, rank: int, half: Callable[[], None] = lambda: None
+    sink: Sink, snapshot: Snapshot, version: int, rank: int, half: Callable[[], None] = lambda: None
 ) -> int:
-    """Writes both files durably into an empty folder. Returns their bytes. `half`: called between the two. Raises
-    OSError, or Damaged if the index would be too long."""
+    """Writes both files. Returns their bytes. `half`: called between the two. Raises OSError, or Damaged if the index
+    would be too long."""
     head = _head(snapshot.tensors)
     pieces, at = [], len(head)
-    with _opened(folder / DATA, _NEW) as file:
-        _write(file, memoryview(head))
+    with sink.create(DATA) as write:
+        write(memoryview(head))
         for name, tensor in snapshot.tensors.items():
             state = xxhash.xxh3_128()
             for part in _parts(elements(tensor)):
                 state.update(part)
-                _write(file, part)
+                write(part)
             pieces.append(Piece(name=name, at=at, size=tensor.nbytes, digest=state.hexdigest()))
             at += tensor.nbytes
-        os.fsync(file)
     half()
     text = dump(
         Index(
@@ -528,10 +531,8 @@ def write_shard(
             state=snapshot.skeleton,
         )
     )
-    with _opened(folder / INDEX, _NEW) as file:
-        _write(file, memoryview(text))
-        os.fsync(file)
-    sync_directory(folder)
+    with sink.create(INDEX) as write:
+        write(memoryview(text))
     return at + len(text)
 
 
@@ -570,35 +571,46 @@ def _parts(data: memoryview) -> Iterator[memoryview]:
         yield data[at : at + _PIECE_BYTES]
 
 
-def _write(file: int, data: memoryview) -> None:
-    while len(data):
-        data = data[os.write(file, data) :]
-
-
 # --- reading ---
 
 
-def read_shard(folder: Path, version: int, rank: int) -> Any:
+class Opened(Protocol):
+    """An open file of a shard, read from its begin on."""
+
+    @property
+    def size(self) -> int: ...
+
+    def read(self, into: memoryview) -> int:
+        """Reads as much as there is room for, or less. Returns the bytes read; 0 at the end. Raises OSError."""
+
+
+class Source(Protocol):
+    """The files of one shard."""
+
+    def open(self, name: str) -> AbstractContextManager[Opened]:
+        """(context manager) Opens a file. Raises OSError; IsADirectoryError if it is something else."""
+
+
+def read_shard(source: Source, version: int, rank: int) -> Any:
     """Returns the state that `write_shard` was given. Raises Damaged or OSError. The state is complete and comes from
     these two files alone. Memory is only allocated for data that the files contain."""
-    with _opened(folder.parent, _FOLDER) as above, _opened(folder.name, _FOLDER, above) as inside:
-        with _regular(INDEX, inside) as (file, size):
-            if size > INDEX_BYTES_MAX + 4096:
-                raise Damaged(f"the index has {size} bytes")
-            text = bytearray(size)
-            _read(file, memoryview(text))
-        index = parse_index(bytes(text))
-        if (index.version, index.rank) != (version, rank):
-            raise Damaged(f"it is version {index.version} of rank {index.rank}")
-        with _regular(DATA, inside) as (file, size):
-            if size != index.data_bytes:
-                raise Damaged(f"{DATA} has {size} bytes instead of {index.data_bytes}")
-            if index.memory_bytes > _memory_bytes():
-                raise Damaged(f"it takes {index.memory_bytes} bytes, more than this machine has memory")
-            _check_head(file, index)
-            tensors = empty_tensors(index.state)
-            for piece in index.pieces:
-                _fill(file, tensors[piece.name], piece)
+    with _opened(source, INDEX) as file:
+        if file.size > INDEX_BYTES_MAX + 4096:
+            raise Damaged(f"the index has {file.size} bytes")
+        text = bytearray(file.size)
+        _read(file, memoryview(text))
+    index = parse_index(bytes(text))
+    if (index.version, index.rank) != (version, rank):
+        raise Damaged(f"it is version {index.version} of rank {index.rank}")
+    with _opened(source, DATA) as file:
+        if file.size != index.data_bytes:
+            raise Damaged(f"{DATA} has {file.size} bytes instead of {index.data_bytes}")
+        if index.memory_bytes > _memory_bytes():
+            raise Damaged(f"it takes {index.memory_bytes} bytes, more than this machine has memory")
+        _check_head(file, index)
+        tensors = empty_tensors(index.state)
+        for piece in index.pieces:
+            _fill(file, tensors[piece.name], piece)
     for name, other in index.same.items():
         tensors[name] = tensors[other]
     try:
@@ -607,7 +619,19 @@ def read_shard(folder: Path, version: int, rank: int) -> Any:
         raise Damaged(f"its state cannot be put together: {' '.join(str(error).split())[:200]}") from None
 
 
-def _check_head(file: int, index: Index) -> None:
+@contextmanager
+def _opened(source: Source, name: str) -> Iterator[Opened]:
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(source.open(name))
+        except OSError as error:
+            if error.errno not in (errno.EISDIR, errno.ENXIO):
+                raise
+            raise Damaged(f"{name} is no file") from None
+        yield file
+
+
+def _check_head(file: Opened, index: Index) -> None:
     state, left = xxhash.xxh3_128(), index.head_bytes
     while left:
         part = bytearray(min(left, _PIECE_BYTES))
@@ -618,7 +642,7 @@ def _check_head(file: int, index: Index) -> None:
         raise Damaged(f"the header of {DATA} is not what its checksum says")
 
 
-def _fill(file: int, tensor: torch.Tensor, piece: Piece) -> None:
+def _fill(file: Opened, tensor: torch.Tensor, piece: Piece) -> None:
     row_major = tensor if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype)
     state = xxhash.xxh3_128()
     for part in _parts(elements(row_major)):
@@ -630,9 +654,9 @@ def _fill(file: int, tensor: torch.Tensor, piece: Piece) -> None:
         tensor.copy_(row_major)
 
 
-def _read(file: int, into: memoryview) -> None:
+def _read(file: Opened, into: memoryview) -> None:
     while len(into):
-        got = os.readv(file, [into])
+        got = file.read(into)
         if not got:
             raise Damaged("a file ends too early")
         into = into[got:]
@@ -640,27 +664,3 @@ def _read(file: int, into: memoryview) -> None:
 
 def _memory_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-@contextmanager
-def _opened(path: str | Path, flags: int, inside: int | None = None) -> Iterator[int]:
-    file = os.open(path, flags, 0o600, dir_fd=inside)
-    try:
-        yield file
-    finally:
-        os.close(file)
-
-
-@contextmanager
-def _regular(name: str, inside: int) -> Iterator[tuple[int, int]]:
-    """Opens a regular file. Yields (descriptor, bytes)."""
-    try:
-        file = open_regular(name, os.O_RDONLY, inside=inside)
-    except OSError as error:
-        if error.errno not in (errno.EISDIR, errno.ENXIO):
-            raise
-        raise Damaged(f"{name} is no file") from None
-    try:
-        yield file, os.fstat(file).st_size
-    finally:
-        os.close(file)

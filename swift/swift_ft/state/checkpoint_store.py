@@ -1,35 +1,32 @@
 """Checkpoints of single ranks, the recovery source when the log does not reach far enough.
 
-Every rank saves its own state under ``<directory>/v<version>/rank<r>/g<generation>-<process>-<number>/`` without
-coordination, so a dead rank never blocks the others. The coordinator counts a version as complete when all ranks have
-reported theirs durable. `swift_ft.state.checkpoint_file` defines the folder's files. The folder is written under a
-temporary name and then renamed, so it is there whole or not at all.
+Every rank saves its own state without coordination, so a dead rank never blocks the others. The coordinator counts a
+version as complete when all ranks have reported theirs durable. `swift_ft.state.checkpoint_file` defines a shard's two
+files, `swift_ft.state.checkpoint_place` where they are: in a directory or an object store. A shard is there whole or
+not at all.
 
-A process that is fenced and has not noticed may still write here. The name of its folder has the generation in which it
-acted, which is older than its replacement's. So the names differ, the older folder is not the one that is loaded, and
-a process writes or removes only folders of its own generation or of an older one.
+A process that is fenced and has not noticed may still write here. The name of its shard has the generation in which it
+acted, which is older than its replacement's. So the names differ, the older shard is not the one that is loaded, and a
+process writes or removes only shards of its own generation or of an older one.
 
-A failed write (no space, no folder, no mount) costs no step. The snapshot is kept and the write is retried, with
-growing pauses, until it succeeds or a newer version is saved.
+A failed write (no space, no folder, no answer of a store) costs no step. The snapshot is kept and the write is retried,
+with growing pauses, until it succeeds or a newer version is saved.
 """
 
 import os
 import secrets
-import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from swift_ft.errors import ServiceError, UsageError
-from swift_ft.files import make_directory, sync_directory
 from swift_ft.state.checkpoint_file import Damaged, Snapshot, read_shard, write_shard
-from swift_ft.text import generation_of, version_folder, version_of
+from swift_ft.state.checkpoint_place import Place, Shard, place_at, shard_folder
 
 # Pauses between the attempts to write one version.
 _RETRY_FIRST_S = 1.0
@@ -37,6 +34,7 @@ _RETRY_LAST_S = 30.0
 # How long the report that a version is durable is repeated while it is not acknowledged; and the pauses.
 _TOLD_S = 60.0
 _TELL_AGAIN_S = 0.1
+_LOOK_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,17 +91,18 @@ class CheckpointStore:
 
     def __init__(
         self,
-        directory: str | os.PathLike[str],
+        place: Place | str | os.PathLike[str],
         rank: int,
         holder: Holder,
         twins: Sequence[int] = (),
         half_written: Callable[[int], None] = lambda _version: None,
     ) -> None:
-        """`twins`: ranks with the same state; a version that this rank lacks is read from theirs.
-        `half_written(version)`: called once the version's tensors are written, before the rest of it."""
+        """`place`: also a directory, or the URL of an object store. `twins`: ranks with the same state; a version that
+        this rank lacks is read from theirs. `half_written(version)`: called once the version's tensors are written,
+        before the rest of it. Raises UsageError for a URL that cannot be used."""
         self._twins = twins
         self._half_written = half_written
-        self._directory = Path(directory)
+        self._place = place_at(place) if isinstance(place, str | os.PathLike) else place
         self._rank = rank
         self._process = secrets.token_hex(4)
         self._past = _PASTS.setdefault(holder, _Past())
@@ -117,23 +116,25 @@ class CheckpointStore:
         self._holder = holder
 
     @property
-    def directory(self) -> Path:
-        return self._directory
+    def where(self) -> str:
+        """The directory or URL."""
+        return self._place.where
+
+    def is_there(self) -> bool:
+        """Returns whether anything was ever saved. Raises OSError."""
+        return self._place.is_there()
 
     def of_job(self, job: str) -> "CheckpointStore":
         """Returns this rank's checkpoints of another job in the same place, to load from."""
-        return CheckpointStore(self._directory.with_name(job), self._rank, self._holder, self._twins)
+        return CheckpointStore(self._place.of_job(job), self._rank, self._holder, self._twins)
 
     def check(self) -> None:
-        """(before the job begins) Raises UsageError if the directory is not writable."""
+        """(before the job begins) Raises UsageError if nothing can be written there."""
         try:
-            self._make(self._directory)
-            probe = self._directory / f".rank{self._rank}-{self._process}.probe"
-            os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-            probe.unlink()
+            self._place.check(f".rank{self._rank}-{self._process}.probe")
         except OSError as error:
             raise UsageError(
-                f"checkpoint directory {self._directory}: {error.strerror}; name one you can write"
+                f"checkpoint directory {self.where}: {error.strerror}; name one you can write"
             ) from None
 
     def save(
@@ -175,40 +176,26 @@ class CheckpointStore:
             if self.unsaved != told:
                 on_failed(self.unsaved)
 
-        self._writing = _Writing(attempt, lambda: on_durable(version), failed, self._holder)
+        self._writing = _Writing(
+            attempt, lambda: on_durable(version), failed, self._holder, self._place.end_stuck_write
+        )
         if sync:
             self._writing.attempted.wait()
 
     def _write(self, version: int, generation: int, snapshot: Snapshot) -> int:
         """Writes the version durably. Returns its files' bytes."""
         self._written += 1
-        folder = self._folder(version)
-        shard = folder / f"g{generation}-{self._process}-{self._written}"
-        part = shard.with_name(f".{shard.name}")
-        if _is_linked(folder):
-            raise ServiceError(f"{folder} is a link; nothing is written through it")
-        try:
-            self._make(folder)
-            _remove(self._shards(folder, generation - 1, begun=True))
-            part.mkdir(mode=0o700)
-            file_bytes = write_shard(part, snapshot, version, self._rank, lambda: self._half_written(version))
+        place, rank = self._place.for_write(), self._rank
+        name = f"g{generation}-{self._process}-{self._written}"
+        place.remove(_up_to(generation - 1, place.shards(version, rank, begun=True)))
+        with place.new(version, rank, name) as sink:
+            file_bytes = write_shard(sink, snapshot, version, rank, lambda: self._half_written(version))
             if self._holder.fenced:
                 raise _FencedMeanwhile
-            part.rename(shard)
-            sync_directory(folder)
-        except BaseException:
-            _remove([part, shard])
-            with suppress(OSError):  # there is something else of this version
-                folder.rmdir()
-            raise
-        # Folders of this version that were written before a recovery.
-        _remove(other for other in self._shards(folder, generation) if other != shard)
+        # Shards of this version that were written before a recovery.
+        others = [shard for shard in place.shards(version, rank) if shard.name != name]
+        place.remove(_up_to(generation, others))
         return file_bytes
-
-    def _make(self, folder: Path) -> None:
-        """Creates the folder and its missing parents, durably."""
-        for path in make_directory(folder):
-            sync_directory(path.parent)
 
     def wait_saved(self) -> None:
         """Waits until the last save has been attempted once, successfully or not."""
@@ -222,11 +209,12 @@ class CheckpointStore:
         if writing is not None and writing.reason:
             self._call_off()
             if writing.reason:
-                raise ServiceError(f"a checkpoint in {self._directory} was not written: {writing.reason}")
+                raise ServiceError(f"a checkpoint in {self.where} was not written: {writing.reason}")
 
     def close(self) -> None:
         """Waits for the attempt in progress and prevents further ones."""
         self._call_off()
+        self._place.close()
 
     def _call_off(self) -> None:
         if self._writing is not None:
@@ -238,40 +226,33 @@ class CheckpointStore:
         given up."""
         self._call_off()
         self.unsaved = None
-        folder, rank = self._folder(version), self._rank
-        newest = self._newest(folder)
+        newest = self._newest(version, self._rank)
         for twin in self._twins:
-            theirs = self._newest(self._folder(version, twin))
+            theirs = self._newest(version, twin)
             # A rank that was absent for a while may have a version from a history that was given up.
-            if theirs is not None and (newest is None or _newer(theirs, newest)):
-                newest, rank = theirs, twin
+            if theirs is not None and (newest is None or theirs.generation > newest.generation):
+                newest = theirs
         if newest is None:
-            if (folder / "state.json").exists():
-                raise ServiceError(
-                    f"checkpoint {folder} was written by an older swift-ft, in a format that could run code: "
-                    "nothing of it is read; go on with that version, or begin under another job name"
-                )
-            raise ServiceError(f"checkpoint {folder} is not whole: there is nothing in it")
-        try:
-            return read_shard(newest, version, rank)
-        except OSError as error:
-            raise ServiceError(f"checkpoint {newest} is not whole: {error.strerror or error}") from None
-        except Damaged as error:
-            raise ServiceError(f"checkpoint {newest} is corrupt: {error}") from None
-        except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError if memory is exhausted
-            raise ServiceError(f"checkpoint {newest} cannot be loaded: {_words(error)}") from None
-
-    def _newest(self, folder: Path) -> Path | None:
-        """Returns the newest complete shard in the folder, None if there is none. Raises ServiceError."""
-        try:
-            if _is_linked(folder):
-                raise ServiceError(f"checkpoint {folder} is a link; nothing is read through it")
-            shards = [path for path in self._shards(folder) if path.is_dir()]
-            return max(
-                shards, key=lambda path: (generation_of(path.name), path.stat().st_mtime_ns), default=None
+            raise ServiceError(
+                f"checkpoint {self.where}/{shard_folder(version, self._rank)} is not whole: there is nothing in it"
             )
+        try:
+            return read_shard(self._place.source(newest), version, newest.rank)
         except OSError as error:
-            raise ServiceError(f"checkpoint {folder} cannot be read: {error.strerror}") from None
+            raise ServiceError(f"checkpoint {newest.where} is not whole: {error.strerror or error}") from None
+        except Damaged as error:
+            raise ServiceError(f"checkpoint {newest.where} is corrupt: {error}") from None
+        except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError if memory is exhausted
+            raise ServiceError(f"checkpoint {newest.where} cannot be loaded: {_words(error)}") from None
+
+    def _newest(self, version: int, rank: int) -> Shard | None:
+        """Returns the newest complete shard, None if there is none. Raises ServiceError."""
+        try:
+            return self._place.newest(version, rank)
+        except OSError as error:
+            raise ServiceError(
+                f"checkpoint {self.where}/{shard_folder(version, rank)} cannot be read: {error.strerror}"
+            ) from None
 
     def newest_first(self) -> Iterator[Any]:
         """Yields the states that can be loaded, the newest first."""
@@ -281,102 +262,71 @@ class CheckpointStore:
 
     def versions(self) -> list[int]:
         """Returns the versions of which any rank has saved a shard, ascending."""
-        try:
-            found = [version_of(path.name) for path in self._directory.iterdir() if path.is_dir()]
-        except OSError:
-            return []  # the directory is not there at the moment
-        return sorted(version for version in found if version is not None)
+        return self._place.versions()
+
+    def ranks(self) -> set[int]:
+        """Returns the ranks that have saved a shard. Raises OSError."""
+        return self._place.ranks()
 
     def set_aside(self, check_held: Callable[[], None]) -> None:
         """(a job begins) Sets an earlier job's checkpoints in this directory aside: they are kept and never loaded.
         (it begins again, in a newer generation) Removes what this process saved in older generations.
 
         `check_held` asks whether this process still holds its rank, and raises if it does not: a process that held
-        the rank in between may have saved a version."""
+        the rank in between may have saved a version. Raises ServiceError if the place cannot be read."""
         if self._past.begun:
             self._call_off()  # the previous generation's write
             for version in self.versions():
-                _remove(self._own_older(self._folder(version)))
+                self._place.remove(self._own_older(version))
             return
-        found = {folder: self._inside(folder) for folder in map(self._folder, self.versions())}
-        if any(found.values()):
-            check_held()  # so the folders found are no replacement's: no other process has held the rank since
-        aside = sum(self._moved(folder, entries) for folder, entries in found.items())
+        try:
+            aside = self._set_aside(check_held)
+        except OSError as error:
+            raise ServiceError(f"checkpoints in {self.where} cannot be read: {error.strerror}") from None
         self._past.begun = True
         if aside:
             with suppress(OSError, ValueError):
                 print(
-                    f"swift: rank {self._rank} finds {aside} checkpoints of an earlier job in {self._directory}; they "
-                    "are kept as .former-*, and not used: remove them when you do not need them",
+                    f"swift: rank {self._rank} finds {aside} checkpoints of an earlier job in {self.where}; they "
+                    f"are kept as {self._place.aside}, and not used: remove them when you do not need them",
                     file=sys.stderr,
                 )
 
-    def _moved(self, folder: Path, entries: Sequence[Path]) -> bool:
-        """Moves exactly these entries aside and leaves any newer ones. Returns whether any were moved."""
-        former = folder.with_name(f".former-{secrets.token_hex(4)}-{folder.name}")
-        if not entries or self._holder.fenced:
-            return False
-        with suppress(OSError):
-            if folder.is_symlink():
-                folder.rename(former)
-                return True
-            former.mkdir(mode=0o700)
-        for path in entries:
-            with suppress(OSError):
-                path.rename(former / path.name)
-        for emptied in (folder, former):
-            with suppress(OSError):
-                emptied.rmdir()
-        return former.is_dir()
+    def _set_aside(self, check_held: Callable[[], None]) -> int:
+        found = {version: self._place.entries(version, self._rank) for version in self.versions()}
+        if any(found.values()):
+            check_held()  # so what was found is no replacement's: no other process has held the rank since
+        aside = 0
+        for version, entries in found.items():
+            if entries and not self._holder.fenced:
+                aside += self._place.set_aside(version, self._rank, entries)
+        return aside
 
-    def _own_older(self, folder: Path) -> Iterator[Path]:
-        """Yields the shards, complete or not, that this process saved in the folder in older generations."""
-        if _is_linked(folder):
-            return
-        older = self._holder.entered - 1
-        for path in (*self._shards(folder, older), *self._shards(folder, older, begun=True)):
-            if path.name.split("-")[1] in self._past.names:
-                yield path
+    def _own_older(self, version: int) -> Iterator[Shard]:
+        """Yields the shards, complete or not, that this process saved in older generations."""
+        place, rank = self._place, self._rank
+        for shard in (*place.shards(version, rank), *place.shards(version, rank, begun=True)):
+            if shard.generation < self._holder.entered and shard.name.split("-")[1] in self._past.names:
+                yield shard
 
     def prune(self, keep: set[int], given_up_below: int = 0) -> None:
         """Removes this rank's shards of versions below the smallest one in `keep`. Also removes all versions below
         `given_up_below` that are not in `keep`: they will never be complete. Shards of a newer generation stay."""
-        if not keep or self._holder.fenced:
-            return
-        below, generation = max(min(keep), given_up_below), self._holder.entered
+        if keep and not self._holder.fenced:
+            below, generation = max(min(keep), given_up_below), self._holder.entered
+            self._place.in_background(lambda: self._prune(below, keep, generation))
+
+    def _prune(self, below: int, keep: set[int], generation: int) -> None:
+        place, rank = self._place, self._rank
         for version in self.versions():
-            folder = self._folder(version)
-            if version < below and version not in keep and not _is_linked(folder):
-                _remove([*self._shards(folder, generation), *self._shards(folder, generation, begun=True)])
-                with suppress(OSError):  # a replacement's shard is there, or another rank's
-                    folder.rmdir()
-                with suppress(OSError):
-                    folder.parent.rmdir()
-
-    def _shards(self, folder: Path, up_to: int | None = None, *, begun: bool = False) -> Iterator[Path]:
-        """Yields the folder's shards of generations `up_to` (None: all). With `begun`, the incomplete ones instead."""
-        for path in list(folder.glob(".g*" if begun else "g*")):
-            generation = generation_of(path.name)
-            if generation is not None and (up_to is None or generation <= up_to):
-                yield path
-
-    def _inside(self, folder: Path) -> list[Path]:
-        """Returns the folder's shards, incomplete ones included; or the folder itself if it is a link."""
-        if folder.is_symlink():
-            return [folder]
-        return [*self._shards(folder), *self._shards(folder, begun=True)]
-
-    def _folder(self, version: int, rank: int | None = None) -> Path:
-        return self._directory / version_folder(version) / f"rank{self._rank if rank is None else rank}"
+            if version < below and version not in keep:
+                shards = [*place.shards(version, rank), *place.shards(version, rank, begun=True)]
+                place.remove(_up_to(generation, shards))
+                place.tidy(version, rank)
 
 
-def _is_linked(folder: Path) -> bool:
-    """Returns whether a rank's folder of a version, or the version's folder, is a link."""
-    return folder.is_symlink() or folder.parent.is_symlink()
-
-
-def _newer(shard: Path, than: Path) -> bool:
-    return (generation_of(shard.name) or 0) > (generation_of(than.name) or 0)
+def _up_to(generation: int, shards: Sequence[Shard]) -> list[Shard]:
+    return [shard for shard in shards if shard.generation <= generation]
 
 
 class _FencedMeanwhile(Exception):
@@ -392,7 +342,9 @@ class _Writing:
         written: Callable[[], bool | None],
         failed: Callable[[str], None],
         holder: Holder,
+        end_stuck: Callable[[], None],
     ) -> None:
+        self._end_stuck = end_stuck
         self._attempt, self._written, self._failed = attempt, written, failed
         self._holder = holder
         self._called_off = threading.Event()
@@ -406,8 +358,11 @@ class _Writing:
         self._thread.start()
 
     def end(self) -> None:
+        """Waits for the attempt in progress, for as long as it makes progress."""
         self._called_off.set()
-        self._thread.join()
+        while self._thread.is_alive():
+            self._end_stuck()
+            self._thread.join(_LOOK_S)
 
     def _run(self) -> None:
         pause_s = _RETRY_FIRST_S
@@ -450,8 +405,3 @@ class _Writing:
 
 def _words(error: BaseException) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
-
-
-def _remove(paths: Iterable[Path]) -> None:
-    for path in paths:
-        shutil.rmtree(path, ignore_errors=True)

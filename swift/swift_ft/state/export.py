@@ -39,7 +39,7 @@ from swift_ft.files import open_regular, read_regular, sync_directory
 from swift_ft.state.checkpoint_store import CheckpointStore
 from swift_ft.state.digests import digest_of
 from swift_ft.state.tree import join, split
-from swift_ft.text import listed, rank_of, version_of
+from swift_ft.text import listed
 
 # Reading of directories of `torch.distributed.checkpoint` (DCP) without running code that they contain.
 #
@@ -254,12 +254,12 @@ class Reading:
     entered = 0
 
 
-def load_states(directory: Path, version: int, world_size: int) -> list[State]:
-    """Returns each rank's state. Raises ServiceError if one is incomplete or corrupt."""
+def load_states(directory: str, version: int, world_size: int) -> list[State]:
+    """Returns each rank's state. `directory`: or a URL. Raises ServiceError if one is incomplete or corrupt."""
     return [_load(directory, version, rank) for rank in range(world_size)]
 
 
-def _load(directory: Path, version: int, rank: int) -> State:
+def _load(directory: str, version: int, rank: int) -> State:
     state: State = CheckpointStore(directory, rank, Reading()).load(version)
     if not (
         _is_dict_of(object, state)
@@ -279,11 +279,13 @@ def _is_dict_of(kind: type, value: Any) -> bool:
     )
 
 
-def world_size_of(directory: Path) -> int:
-    """Returns the number of ranks, from the highest rank that has saved there."""
-    folders = (path for path in directory.glob("v*/rank*") if version_of(path.parent.name) is not None)
-    ranks = (rank_of(path.name) for path in folders if path.is_dir())
-    return max((rank for rank in ranks if rank is not None), default=-1) + 1
+def world_size_of(directory: str) -> int:
+    """Returns the number of ranks, from the highest rank that has saved there. `directory`: or a URL. Raises
+    ServiceError."""
+    try:
+        return max(CheckpointStore(directory, 0, Reading()).ranks(), default=-1) + 1
+    except OSError as error:
+        raise ServiceError(f"{directory} cannot be read: {error.strerror}") from None
 
 
 def assemble(states: Sequence[State]) -> State:
@@ -442,7 +444,7 @@ def _flat(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
             yield from _flat(item, f"{path}.{key}" if path else str(key))
 
 
-def newest(directory: Path, world_size: int, said: Callable[[str], None]) -> tuple[int, list[State]]:
+def newest(directory: str, world_size: int, said: Callable[[str], None]) -> tuple[int, list[State]]:
     """Returns the newest complete version and its states. `said(reason)`: called for each newer one that is skipped.
     Raises ServiceError if there is none."""
     for version in reversed(CheckpointStore(directory, 0, Reading()).versions()):

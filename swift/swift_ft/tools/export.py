@@ -5,9 +5,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from swift_ft.cli_parser import Parser, argument, local_directory
+from swift_ft.cli_parser import Parser, argument, checkpoint_place
 from swift_ft.errors import ServiceError, SwiftError, UsageError
-from swift_ft.text import job_called, one_line, tell
+from swift_ft.text import job_called, one_line, scheme_of, tell
 
 EXIT_USAGE, EXIT_DAMAGE = 2, 3
 
@@ -22,7 +22,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--checkpoint-dir",
-        type=argument(local_directory),
+        type=argument(checkpoint_place),
         required=True,
         metavar="DIR",
         help="as swift-ft run was given it",
@@ -39,9 +39,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("target", metavar="DIRECTORY", help="what is made; it must not be there yet")
     given = parser.parse_args(argv)
-    given.directory = Path(given.checkpoint_dir, given.job).absolute()
+    given.directory = f"{given.checkpoint_dir}/{given.job}"
     given.target = Path(given.target).absolute()
-    if not given.directory.is_dir():
+    if scheme_of(given.directory) is None and not Path(given.directory).is_dir():
         raise UsageError(
             f"there is no directory {given.directory}: --checkpoint-dir and --job must be those of swift-ft run"
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from swift_ft import device
-from swift_ft.cli_parser import local_directory, metrics_address
+from swift_ft.cli_parser import checkpoint_place, metrics_address
 from swift_ft.errors import UsageError
 from swift_ft.log.codec import NAMES as CODECS
 from swift_ft.log.protocol import Fsync
@@ -29,7 +29,7 @@ from swift_ft.planner.settings import (
 from swift_ft.planner.types import Strategy
 from swift_ft.state import MODES as CHECKPOINT_MODES
 from swift_ft.state import kernels
-from swift_ft.text import check_name
+from swift_ft.text import check_name, scheme_of
 
 # Values that must be equal on all ranks for bit-identical results.
 #
@@ -493,13 +493,20 @@ def place_from_environment() -> Place:
 
 
 def checkpoint_directory(job: str) -> str:
-    """Returns the job's own folder in the directory of `--checkpoint-dir`, which jobs may share. Raises UsageError."""
+    """Returns the job's own folder (or prefix) in the place of `--checkpoint-dir`, which jobs may share. Raises
+    UsageError."""
     checkpoints = os.environ.get(ENV_CHECKPOINT_DIR, "")
     if not checkpoints:
         raise UsageError(
             "the job has no directory for checkpoints: name it with `swift-ft run --checkpoint-dir DIR`"
         )
-    return os.path.join(local_directory(checkpoints), job)
+    return f"{checkpoint_place(checkpoints)}/{job}"
+
+
+def lines_directory(checkpoint_dir: str) -> Path:
+    """Returns the directory of a job's lines of metrics: beside its checkpoints, or, since no object is appended to, in
+    the working directory."""
+    return Path(f"swift-{checkpoint_dir.rpartition('/')[2]}" if scheme_of(checkpoint_dir) else checkpoint_dir)
 
 
 def fitted(config: SessionConfig, world_size: int) -> tuple[SessionConfig, Assignment]:

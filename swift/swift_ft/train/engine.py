@@ -68,13 +68,13 @@ def begin_at_version_0(
 def _take(job: str, version: int, rank: int, state: TrainerState, theirs: CheckpointStore) -> None:
     """Loads another job's checkpoint. Raises UsageError if it is missing or another trainer's, ServiceError if it is
     unreadable."""
-    if not theirs.directory.is_dir():
-        raise UsageError(
-            f"--from-job {job}: there is no {theirs.directory}; --checkpoint-dir must be the one that job {job} has had"
-        )
     try:
+        if not theirs.is_there():
+            raise UsageError(
+                f"--from-job {job}: there is no {theirs.where}; --checkpoint-dir must be the one that job {job} has had"
+            )
         saved = theirs.load(version)
-    except ServiceError as error:
+    except (ServiceError, OSError) as error:
         raise ServiceError(f"--from-job {job}: {error}") from None
     try:
         state.load_state_dict(saved)

@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -42,6 +41,7 @@ from swift_ft.train.config import (
     determinism_fingerprint,
     device_problems,
     fitted,
+    lines_directory,
     place_from_environment,
 )
 from swift_ft.train.coordinator_session import Member
@@ -579,7 +579,7 @@ class Session:
 
         saving = Saving(rank, member, state, store, recording, sync=config.checkpoint_mode == "sync")
         ending = Ending(rank, member, state, store, saving, saves=config.last_checkpoint)
-        lines = Lines(Path(checkpoint_dir, "metrics", f"rank{rank}.jsonl"))
+        lines = Lines(lines_directory(checkpoint_dir) / "metrics" / f"rank{rank}.jsonl")
         audit = None
         if assignment.replicas > 1 and may_copy(config.strategy):
             audit = Audit(replicate, state)

@@ -5,12 +5,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 from swift_ft.errors import ServiceError
-from swift_ft.state import checkpoint_store
+from swift_ft.state import checkpoint_place, checkpoint_store
 from swift_ft.state.checkpoint_store import CheckpointStore, Unsaved
 from tests.unit.checkpoint.holding import Holding, unexpected
 
@@ -187,9 +188,13 @@ def test_whoever_loads_gives_up_what_was_not_written(tmp_path: Path, store: Chec
     assert told.durable == [1]
 
 
-@pytest.mark.parametrize("fails_at", ["write_shard", "sync_directory"])
+@pytest.mark.parametrize(
+    "fails_at",
+    [(checkpoint_store, "write_shard"), (checkpoint_place, "sync_directory")],
+    ids=lambda at: at[1],
+)
 def test_nothing_of_it_stays_and_what_was_there_of_that_version_does(
-    tmp_path: Path, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, fails_at: str
+    tmp_path: Path, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, fails_at: tuple[ModuleType, str]
 ) -> None:
     told = Told()
     told.save(store, 1)
@@ -199,7 +204,7 @@ def test_nothing_of_it_stays_and_what_was_there_of_that_version_does(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_store, fails_at, full)
+        patch.setattr(*fails_at, full)
         for version in (1, 2):
             store.save(version, {"x": torch.zeros(4)}, told.is_durable, told.has_failed)
             with pytest.raises(ServiceError, match="No space left on device"):

@@ -43,7 +43,7 @@ from swift_ft.lab.failures.schedule import Schedule
 from swift_ft.lab.failures.services import service_at
 from swift_ft.launch.decisions import Outcome
 from swift_ft.launch.ranks import RankProgram, make_run_dir
-from swift_ft.text import tell
+from swift_ft.text import scheme_of, tell
 
 if TYPE_CHECKING:
     from swift_ft._pb import coordinator_pb2 as pb
@@ -570,8 +570,8 @@ def _check(found: Schedule, args: argparse.Namespace, *, alone: bool) -> None:
                 services.service_at(args.coordinator, f"{flag} {fault}: ").close()
             case CorruptFault(stream=""):
                 raise UsageError(f"{flag} {fault}: name the stream (stream=s1.F)")
-            case CorruptCheckpointFault() if args.checkpoint_dir is None:
-                raise UsageError(f"{flag} {fault}: give --checkpoint-dir")
+            case CorruptCheckpointFault() if args.checkpoint_dir is None or scheme_of(args.checkpoint_dir):
+                raise UsageError(f"{flag} {fault}: give --checkpoint-dir, a directory")
             case FillFault(directory=directory):
                 check_file_system(directory, flag)
 
