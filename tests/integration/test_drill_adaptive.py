@@ -54,6 +54,29 @@ def test_the_peers_of_lost_ranks_share_their_microbatches(
     assert at_once or len(report["recoveries"]) == len(lost)
 
 
+@pytest.mark.parametrize(
+    ("replicas", "lost", "phases"),
+    [
+        (2, {7: 6}, ["backward"]),
+        pytest.param(2, {0: 5, 7: 8}, ["forward", "optimizer"], marks=MATRIX),  # no pipeline is whole
+        pytest.param(3, {11: 5, 0: 8}, ["reduce", "idle"], marks=MATRIX),
+    ],
+)
+def test_the_peers_of_a_cell_share_its_microbatches(
+    replicas: int, lost: dict[int, int], phases: list[str], twins: Twins, tmp_path: Path
+) -> None:
+    faults = kills(
+        *(spec(rank, phase, step) for phase, (rank, step) in zip(phases, lost.items(), strict=True))
+    )
+    shape = words(2, replicas, "--tensor-parallel", "2")
+    report = passed(drill(*shape, *faults, twins=twins, at=tmp_path))
+    vacant = sorted(slot for rank in lost for slot in (rank - rank % 2, rank - rank % 2 + 1))
+    assert report["exact"] is True
+    assert report["shrink"]["vacant_after"][-1] == vacant
+    shares = {(share["rank"], share["by"] % 2) for share in report["shrink"]["batches_computed_for"]}
+    assert shares == {(slot, slot % 2) for slot in vacant}, "each of them has its counterparts' microbatches"
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("rank", "phase"),

@@ -218,6 +218,24 @@ class Assignment:
         """Returns the origins that a slot computes in addition to its own, ascending."""
         return tuple(sorted({origin for (_, origin), owners in self.adopted.items() if slot in owners}))
 
+    def in_cells(self) -> "Assignment":
+        """Returns the same work with each cell as one slot (of number `slot // shards`), and each replica as one origin
+        (`dp_rank // shards`)."""
+        parts = self.shards
+        if parts == 1:
+            return self
+        heads = [slot for slot in self.slots if slot.shard == 0]
+        return Assignment(
+            slots=tuple(Slot(slot.stage_group, slot.dp_rank // parts) for slot in heads),
+            group_stages=self.group_stages,
+            members={n // parts: member for n, member in self.members.items() if n % parts == 0},
+            adopted={
+                (stage, origin // parts): tuple(owner // parts for owner in owners)
+                for (stage, origin), owners in self.adopted.items()
+                if origin % parts == 0
+            },
+        )
+
     # --- slots and members ---
 
     def rank(self, slot: int) -> int:

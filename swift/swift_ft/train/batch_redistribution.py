@@ -348,7 +348,7 @@ class Adoption(Participant):
 
     def _gradients_now(self) -> Gradients:
         parameters = chain.from_iterable(stage.submod.parameters() for stage in self._state.stages)
-        given = {p: local(p.grad.detach()) for p in parameters if p.grad is not None and p.requires_grad}
+        given = {p: p.grad.detach() for p in parameters if p.grad is not None and p.requires_grad}
         check_dense(given.values())
         return {parameter: gradient.clone() for parameter, gradient in given.items()}
 
@@ -446,5 +446,5 @@ class Adoption(Participant):
     def _digest(self, gradients: Gradients) -> bytes:
         parameters = [p for stage in self._state.stages for p in stage.submod.parameters()]
         there = bytes(p in gradients for p in parameters)
-        of_each = digests([gradients[p] for p in parameters if p in gradients])
+        of_each = digests([local(gradients[p]) for p in parameters if p in gradients])
         return xxhash.xxh3_128_digest(there + b"".join(of_each))

@@ -22,6 +22,7 @@ import torch
 
 from swift_ft.comm.backend import Collectives, Pending
 from swift_ft.comm.groups import ReconfigurableGroup
+from swift_ft.state.transfer import local
 from swift_ft.train.reducer import check_dense
 
 Parameter = torch.nn.Parameter
@@ -46,7 +47,7 @@ class Numbers:
     def __init__(self, parameters: Iterable[Parameter], count: int) -> None:
         self.parameters = list(parameters)
         self.dtype = self.parameters[0].dtype
-        *begins, self._end = accumulate((p.numel() for p in self.parameters), initial=0)
+        *begins, self._end = accumulate((local(p).numel() for p in self.parameters), initial=0)
         self._begins = dict(zip(self.parameters, begins, strict=True))
         self._flags = {p: number - len(self.parameters) for number, p in enumerate(self.parameters)}
         """Parameter -> index, in a part, of the flag that says whether it has a gradient."""
@@ -56,7 +57,7 @@ class Numbers:
         """Returns the slice of the parameter's elements that this place has, and their slice in its part."""
         begin, (low, high) = self._begins[parameter], self._bounds(place)
         first = max(begin, low)
-        last = max(min(begin + parameter.numel(), high), first)
+        last = max(min(begin + local(parameter).numel(), high), first)
         return slice(first - begin, last - begin), slice(first - low, last - low)
 
     def length(self, place: int) -> int:
@@ -72,7 +73,7 @@ class Numbers:
             theirs, here = self.of(parameter, place)
             gradient = gradients.get(parameter)
             part[flag] = gradient is not None
-            part[here] = -0.0 if gradient is None else gradient.detach().reshape(-1)[theirs]
+            part[here] = -0.0 if gradient is None else local(gradient).reshape(-1)[theirs]
         return part
 
     def is_given(self, part: torch.Tensor, parameter: Parameter) -> bool:
@@ -102,10 +103,10 @@ class PartOfSum:
         """Returns the sum's elements of this place, -0.0 for those of other places. Zeros for a parameter without a
         gradient, as on the origin's own rank."""
         if parameter not in self._sums:
-            return torch.zeros(parameter.numel(), dtype=parameter.dtype)
+            return torch.zeros(local(parameter).numel(), dtype=parameter.dtype)
         numbers, total = self._sums[parameter]
         mine, here = numbers.of(parameter, self._place)
-        row = torch.full((parameter.numel(),), -0.0, dtype=parameter.dtype)
+        row = torch.full((local(parameter).numel(),), -0.0, dtype=parameter.dtype)
         row[mine] = total[here] if self.has(parameter) else 0.0
         return row
 

@@ -67,7 +67,7 @@ class Whole:
         return (
             torch.zeros(local(parameter).numel(), dtype=parameter.dtype, device=parameter.device)
             if gradient is None
-            else gradient.detach()
+            else local(gradient)
         )
 
 

@@ -365,6 +365,9 @@ class Inputs(NamedTuple):
 class ReroutedCall:
     """One rerouted call at one rank. Used on the trainer's thread.
 
+    Slots and origins of its routes are cells and replicas (`Assignment.in_cells`). The ranks of a cell do the same in
+    the same order, each with the ranks in its own place of other cells, so collectives among them are complete.
+
     ``run()``, then `shares` for the gradients of other origins. Raises RuntimeError if a peer is lost.
     """
 
@@ -376,17 +379,20 @@ class ReroutedCall:
         channel: Channel,
         world: ReconfigurableGroup,
         *,
+        part: tuple[int, int],
         quiet: Callable[[], Any],
         apart: bool,
         not_shared: Callable[[str], UsageError],
     ) -> None:
-        """`quiet`: returns a context in which the witness is shown no tensors. `apart`: gradients of other origins are
-        kept separate. `not_shared`: `SessionConfig.not_shared`."""
+        """`part`: this rank's place in its cell, and the size of a cell. `quiet`: returns a context in which the
+        witness is shown no tensors. `apart`: gradients of other origins are kept separate. `not_shared`:
+        `SessionConfig.not_shared`."""
         self._routes = routes
         self._slot = slot
         self._own = origin
         self._channel = channel
         self._world = world
+        self._part, self._parts = part
         self._quiet = quiet
         self._not_shared = not_shared
         self._apart = apart
@@ -484,7 +490,7 @@ class ReroutedCall:
         sharers = self._routes.sharers(self._slot, self._own)
         self._turns = {turn[:3]: turn for turn in turns}
         self._sums = SharedSums(
-            self._world.part(sharers),
+            self._world.part([self._rank_in(sharer) for sharer in sharers]),
             sharers.index(self._slot),
             len(sharers),
             turns,
@@ -530,7 +536,7 @@ class ReroutedCall:
         self._modules.keep()
         self._modules.lend()
         try:
-            with self._quiet(), self._channel.as_origin(origin):
+            with self._quiet(), self._channel.as_origin(self._rank_in(origin)):
                 yield
         finally:
             self._modules.restore()
@@ -557,7 +563,9 @@ class ReroutedCall:
         infos = (stage.args_recv_info if forward else stage.grad_recv_info)[chunk]
         buffers = [info.buffer for info in infos if not info.is_root_arg and info.buffer is not None]
         return [
-            self._world.recv([buffer.detach()], whose, self._tag(not forward, source, action, position))
+            self._world.recv(
+                [buffer.detach()], self._rank_in(whose), self._tag(not forward, source, action, position)
+            )
             for position, buffer in enumerate(buffers)
         ]
 
@@ -566,7 +574,7 @@ class ReroutedCall:
         backward = action.kind != FORWARD
         for position, op in enumerate(ops):
             tag = self._tag(backward, stage.stage_index, action, position)
-            self._sends.append(self._world.send([op.tensor.detach().contiguous()], to, tag))
+            self._sends.append(self._world.send([op.tensor.detach().contiguous()], self._rank_in(to), tag))
         self._channel.launched()
 
     def _do(
@@ -617,6 +625,10 @@ class ReroutedCall:
             behind.set_local_fwd_input(output, chunk)
         else:
             self._send(stage, action, action.stage + 1, stage.get_fwd_send_ops(chunk))
+
+    def _rank_in(self, cell: int) -> int:
+        """Returns the rank of a cell in this one's place; likewise the data-parallel rank of a replica."""
+        return cell * self._parts + self._part
 
     def _is_mine(self, stage: int, action: Action) -> bool:
         return self._routes.owner(stage, action.origin, action.microbatch) == self._slot

@@ -30,6 +30,7 @@ from swift_ft.planner import Assignment
 from swift_ft.planner.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action
 from swift_ft.state.digests import digest_of
 from swift_ft.state.digests import digests as tensor_digests
+from swift_ft.state.transfer import local
 from swift_ft.train import rerouted_call
 from swift_ft.train.batch_redistribution import Adoption, Computed, OwnGradients
 from swift_ft.train.participants import Step
@@ -109,6 +110,7 @@ class PlansAhead:
     """One rank's plans for possible losses."""
 
     def __init__(self, slot: int, world: ReconfigurableGroup) -> None:
+        """`slot`: the number of this rank's cell, as slots of assignments here are cells (`Assignment.in_cells`)."""
         self._slot = slot
         self._world = world
         self._kept: dict[Call, tuple[Seconds | None, Orders]] = {}
@@ -296,10 +298,13 @@ def left_by(
 
 
 def with_vacancies(assignment: Assignment) -> Assignment:
-    """Returns the assignment with one vacant slot in each stage group, of different origins in neighbouring groups.
+    """Returns the assignment with one vacant cell in each stage group, of different origins in neighbouring groups.
     Raises ValueError if `assignment` is not a full world."""
-    groups = enumerate(assignment.groups())
-    vacant = {assignment.at(group, group % assignment.dp_size) for group, _ in groups}
+    heads = (
+        assignment.at(group, group % assignment.replicas * assignment.shards)
+        for group in range(assignment.stage_groups)
+    )
+    vacant = {slot for head in heads for slot in assignment.cell(head)}
     return assignment.held_by(
         {slot: member for slot, member in assignment.members.items() if slot not in vacant}
     ).rerouted()
@@ -329,7 +334,8 @@ def summed(
     for parameter in parameters:
         bucket = [parameter]
         flat = [torch.cat(parts_of(bucket, contribution)) for contribution in mine]
-        sent = torch.stack(flat) if flat else parameter.new_empty(0, parameter.numel() + 1)
+        like = local(parameter)
+        sent = torch.stack(flat) if flat else like.new_empty(0, like.numel() + 1)
         total: list[torch.Tensor] = []
 
         def run(
@@ -338,9 +344,9 @@ def summed(
             total.append(summed_by_origin(collectives, sent, rows, scale))
 
         group.run(run)
-        gradient, used = torch.split(total[0], [parameter.numel(), 1])
+        gradient, used = torch.split(total[0], [like.numel(), 1])
         if float(used):
-            given[parameter] = gradient.view_as(parameter)
+            given[parameter] = gradient.view_as(like)
     return given
 
 
@@ -359,7 +365,9 @@ def _differ(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 def _bits(value: Any) -> bytes:
     """Returns a digest of dtypes, shapes and bits of all tensors in `value`."""
-    leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    leaves = [
+        local(leaf) for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)
+    ]
     forms = [f"{leaf.dtype}{tuple(leaf.shape)}".encode() for leaf in leaves]
     return b"".join([*forms, *tensor_digests(leaves)])
 
@@ -391,7 +399,10 @@ class Rerouting(Adoption):
         """The call under way is the trial of split backwards."""
         self._seconds: Seconds | None = None
         """Stage times that all ranks agreed on at the beginning of this generation."""
-        self._plans = PlansAhead(self._slot, self._world)
+        self._parts = self._config.shards * self._config.tensor_parallel
+        """Ranks of a cell. Calls are planned in cells (`Assignment.in_cells`), whose ranks all do the same."""
+        self._cell, self._shard = divmod(self._slot, self._parts)
+        self._plans = PlansAhead(self._cell, self._world)
         self._weights_share: dict[int, float] = {}
         """Stage -> share of the weight gradients in the time of a split backward."""
         self._stops = False
@@ -419,8 +430,8 @@ class Rerouting(Adoption):
         if not self._state.schedules:
             raise self._config.not_shared("without a pipeline schedule: microbatches are shared")
         for schedule in self._state.schedules:
-            dp_size = self._assignment().dp_size
-            if problem := problem_of(schedule, dp_size, exact_gradients=self._config.exact_gradients):
+            replicas = self._config.replicas
+            if problem := problem_of(schedule, replicas, exact_gradients=self._config.exact_gradients):
                 raise self._config.not_shared(f"with {type(schedule).__name__}: {problem}")
         super().check()
 
@@ -435,9 +446,9 @@ class Rerouting(Adoption):
             )
         if not self._config.exact_gradients:
             return None
-        slots = assignment.group(self._slot)
-        origins = [assignment.slots[slot].dp_rank for slot in slots]
-        return self._call.shares(slots, origins)
+        cells = [slot // self._parts for slot in assignment.data(self._slot)]
+        replicas = [self._replica(assignment, cell) for cell in cells]
+        return self._call.shares(cells, replicas)
 
     def before_step(self, step: Step) -> None:
         """Extends `Adoption.before_step`."""
@@ -461,7 +472,7 @@ class Rerouting(Adoption):
                 taken = self._carried_out(origin, step, self._taken)
                 # Gradients from before the call count as a part of the first microbatch's.
                 begins = assignment.owner(group, origin, 0) == self._slot
-                inputs[origin] = taken if begins else taken._replace(gradients={})
+                inputs[origin // self._parts] = taken if begins else taken._replace(gradients={})
             return inputs
         finally:
             self._capturing = False
@@ -566,7 +577,7 @@ class Rerouting(Adoption):
         return seconds_of(self._world.gathered(own))
 
     def _prepare(self, seconds: Seconds) -> None:
-        self._plans.prepare(self._assignment(), self._calls_of, seconds)
+        self._plans.prepare(self._assignment().in_cells(), self._calls_of, seconds)
 
     def _try_to_split(self, in_torchs_way: Left, step: Step) -> None:
         """Checks that split backwards give each rank the same bits as the schedule; degraded steps then use them.
@@ -608,10 +619,10 @@ class Rerouting(Adoption):
             return  # a recovery has led to such a step, and the world is full
         pretended = with_vacancies(assignment)
         routes, here = self._routes_of(pretended, self._schedule), self._slot in pretended.members
-        group = assignment.group(self._slot)
+        group = assignment.data(self._slot)
         rows = [
-            routes.share_of(slot, assignment.slots[slot].dp_rank) if slot in pretended.members else []
-            for slot in group
+            routes.share_of(cell, self._replica(assignment, cell)) if slot in pretended.members else []
+            for slot, cell in ((slot, slot // self._parts) for slot in group)
         ]
         left, mine, held = in_torchs_way, list[Contribution](), 0
         if here:
@@ -719,10 +730,11 @@ class Rerouting(Adoption):
         apart = self._config.exact_gradients
         self._call = ReroutedCall(
             self._routes_of(assignment, schedule),
-            self._slot,
-            self._channel.origin,
+            self._cell,
+            self._channel.origin // self._parts,
             self._channel,
             self._world,
+            part=(self._shard, self._parts),
             quiet=self._quietly,
             apart=apart,
             not_shared=self._config.not_shared,
@@ -736,18 +748,21 @@ class Rerouting(Adoption):
             self._call.run(schedule, arguments, self._inputs)
         finally:
             self._channel.rehearsing = rehearsing
-        for origin in self._inputs if self._pretended is None else ():
-            mine = self._call.computed(origin)
+        for replica in self._inputs if self._pretended is None else ():
+            mine = self._call.computed(replica)
             events.emit(
                 "adopted_step",
                 rank=self._slot,
                 step=self._channel.step,
-                origin=origin,
+                origin=replica * self._parts + self._shard,
                 microbatches=mine,
                 gradient_bytes=self._call.bytes_max,
             )
         self._inputs = {}
         return None
+
+    def _replica(self, assignment: Assignment, cell: int) -> int:
+        return assignment.slots[cell * self._parts].dp_rank // self._parts
 
     def _routes_of(self, assignment: Assignment, schedule: Any) -> Routes:
         seconds = self._seconds or equal_seconds(self._stage_count())
@@ -762,7 +777,7 @@ class Rerouting(Adoption):
 
     def _call_of(self, assignment: Assignment, schedule: Any) -> Call:
         return call_of(
-            assignment,
+            assignment.in_cells(),
             schedule,
             split=self._trying or bool(self._splits),
             memory=self._config.adaptive_memory,

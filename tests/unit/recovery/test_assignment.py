@@ -263,7 +263,14 @@ def test_peers_share_what_is_rerouted(history: list[Assignment]) -> None:
                     left = now.peers(lost)
                     owners = [now.owner(stage, origin, microbatch) for microbatch in range(2 * len(left))]
                     assert sorted(owners) == sorted([*left, *left]), "all of them, as often"
-        for shard in range(now.shards):
+        cells, parts = now.in_cells(), now.shards
+        for stage in range(now.num_stages):
+            for origin in range(now.dp_size):
+                for mb in range(MICROBATCHES):
+                    owner, cell = now.owner(stage, origin, mb), cells.owner(stage, origin // parts, mb)
+                    assert owner is not None
+                    assert (owner // parts, now.slots[owner].shard) == (cell, origin % parts)
+        for shard in range(parts):
             first = now.representatives(shard)
             assert [now.slots[slot].stage_group for slot in first] == list(range(now.stage_groups))
             assert all(slot in now.members and now.slots[slot].shard == shard for slot in first)
