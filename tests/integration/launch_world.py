@@ -21,6 +21,7 @@ from swift_ft._pb import coordinator_pb2_grpc as pb_grpc
 from swift_ft.rpc.views import whole
 from swift_ft_services.coordinator.commands import Refusal
 from swift_ft_services.coordinator.driver import Meetings
+from swift_ft_services.coordinator.timeouts import Timing
 
 Found = TypeVar("Found")
 STALL_S = 30.0
@@ -110,7 +111,9 @@ class ScriptedCoordinator(pb_grpc.CoordinatorServicer):
     ) -> pb.MeetReply:
         with self._meeting:
             over = None if self._view is None else self._view.state in (pb.FINISHED, pb.FAILED, pb.STOPPED)
-            self._meetings.expire(events.now(), STALL_S)
+            self._meetings.expire(
+                events.now(), Timing(lease_s=2 * STALL_S, step_bound_s=120.0), lambda _job: ()
+            )
             try:
                 reply = self._meetings.say(request, events.now(), over=over)
             except Refusal as refusal:

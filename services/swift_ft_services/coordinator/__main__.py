@@ -30,7 +30,12 @@ from swift_ft_services.coordinator.job_record import JobRow, LogServer, State
 from swift_ft_services.coordinator.log_calls import LogServers
 from swift_ft_services.coordinator.service import Servicer
 from swift_ft_services.coordinator.store import MetadataStore, SqliteStore, StoreFailed, StoreHeld
-from swift_ft_services.coordinator.timeouts import LEASE_HEARTBEATS, Timing, usual_log_lost_s
+from swift_ft_services.coordinator.timeouts import (
+    DETECT_HEARTBEAT_S,
+    LEASE_HEARTBEATS,
+    Timing,
+    usual_log_lost_s,
+)
 from swift_ft_services.health import Health
 from swift_ft_services.interceptors import AsyncGate
 from swift_ft_services.listening import Protection
@@ -144,10 +149,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "two calls to it)",
     )
     parser.add_argument(
+        "--detect",
+        choices=list(DETECT_HEARTBEAT_S),
+        default="usual",
+        help="how soon silence is a loss: usual (a heartbeat every 0.5 s, a lease of 10 s), or fast (0.1 s and 2 s, "
+        "for a network and machines that never stall for that long)",
+    )
+    parser.add_argument(
         "--heartbeat-s",
         type=float,
-        default=0.5,
-        help="seconds between two heartbeats of a rank; default %(default)s",
+        help="seconds between two heartbeats of a rank; default: as --detect says",
     )
     parser.add_argument(
         "--lease-s",
@@ -179,14 +190,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def checked_timing(arguments: argparse.Namespace) -> Timing:
     """Returns the timeouts, with defaults derived from each other. Raises UsageError if they conflict."""
-    lease_s = arguments.lease_s if arguments.lease_s is not None else LEASE_HEARTBEATS * arguments.heartbeat_s
+    heartbeat_s = arguments.heartbeat_s
+    if heartbeat_s is None:
+        heartbeat_s = DETECT_HEARTBEAT_S[arguments.detect]
+    lease_s = arguments.lease_s if arguments.lease_s is not None else LEASE_HEARTBEATS * heartbeat_s
     bound_s = arguments.step_bound_s if arguments.step_bound_s is not None else max(30.0, 2 * lease_s)
     try:
         return Timing(
-            heartbeat_s=arguments.heartbeat_s,
+            heartbeat_s=heartbeat_s,
             lease_s=lease_s,
             step_bound_s=bound_s,
-            log_lost_s=usual_log_lost_s(arguments.heartbeat_s)
+            log_lost_s=usual_log_lost_s(heartbeat_s)
             if arguments.log_lost_s is None
             else arguments.log_lost_s,
         )

@@ -88,6 +88,8 @@ class LogsBlocked:
     generation: int
     address: str
     reason: str
+    given_up: bool = False
+    """True if another job has given the server up, and no call to it has succeeded since."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

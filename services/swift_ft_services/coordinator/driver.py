@@ -37,7 +37,7 @@ from swift_ft_services.coordinator.log_calls import LogServers, Questions, Unava
 from swift_ft_services.coordinator.restarts import starts_again
 from swift_ft_services.coordinator.store import MetadataStore, StoreConflict, Stored, StoreFailed, Transaction
 from swift_ft_services.coordinator.text import waiting_for
-from swift_ft_services.coordinator.timeouts import Timing
+from swift_ft_services.coordinator.timeouts import BEATS_A_LEASE, Timing
 from swift_ft_services.coordinator.views import measurements_of, status_of, summary_of, view_of
 
 # Quarantine of single jobs: the others are served all the same.
@@ -459,13 +459,15 @@ class Meeting:
     def is_empty(self) -> bool:
         return not self._launchers
 
-    def expire(self, now: float, stall_s: float) -> None:
-        """Removes launchers whose lease has expired; renews all if this coordinator itself was stalled (`stall_s`)."""
-        away, self._looked_at = now - self._looked_at > stall_s, now
+    def expire(self, now: float, timing: Timing, bereft: Collection[str]) -> None:
+        """Removes launchers whose lease has expired; renews all if this coordinator itself was stalled. `bereft`: those
+        that have lost all their ranks. If they are silent too, it is the machine, which takes half a lease of ranks."""
+        away, self._looked_at = now - self._looked_at > timing.stall_s, now
         for run, launcher in list(self._launchers.items()):
+            lease_s = launcher.request.lease_s
             if away:
                 launcher.seen_at = now
-            elif now - launcher.seen_at > launcher.request.lease_s:
+            elif now - launcher.seen_at > (min(lease_s, timing.lease_s / 2) if run in bereft else lease_s):
                 self.leave(run)
 
     def leave(self, run: str) -> None:
@@ -578,9 +580,9 @@ class Meetings:
     def __contains__(self, job: str) -> bool:
         return job in self._meetings
 
-    def expire(self, now: float, stall_s: float) -> None:
+    def expire(self, now: float, timing: Timing, bereft: Callable[[str], Collection[str]]) -> None:
         for job, meeting in list(self._meetings.items()):
-            meeting.expire(now, stall_s)
+            meeting.expire(now, timing, bereft(job))
             if meeting.is_empty:
                 del self._meetings[job]
 
@@ -755,7 +757,15 @@ class Driver:
                 self._look_at_logs(job)
                 if self._published.is_outdated(job.row):
                     self._effects.append((job, m.PublishView()))
-        self._meetings.expire(self._clock(), self.timing.stall_s)
+        self._meetings.expire(self._clock(), self.timing, self._bereft)
+
+    def _bereft(self, name: str) -> Collection[str]:
+        """Returns the launchers of the job whose ranks are all lost."""
+        job = self._jobs.get(name)
+        if job is None or job.row.state.is_over:
+            return ()
+        run_of, holders = job.row.run_of, job.row.holders
+        return set(run_of.values()).difference(run_of[rank] for rank in holders if rank in run_of)
 
     def _look_at_logs(self, job: Job) -> None:
         """Polls whether the log servers answer and how much room they have, every `space_s`."""
@@ -857,7 +867,11 @@ class Driver:
         job = self._jobs.get(name)
         if name not in self._meetings and len(self._meetings) >= self._jobs_max:
             raise TooMany(f"machines of {self._jobs_max} jobs are here: no more (--jobs-max)")
-        return self._meetings.say(request, self._clock(), over=None if job is None else job.row.state.is_over)
+        reply = self._meetings.say(
+            request, self._clock(), over=None if job is None else job.row.state.is_over
+        )
+        reply.every_s = self.timing.lease_s / BEATS_A_LEASE
+        return reply
 
     def generation_of(self, name: str) -> int:
         job = self._jobs.get(name)

@@ -20,7 +20,7 @@ all ranks ready at one version. A View is a function of the row, so it shows onl
 generations without a death and without a new version is bounded (`Setbacks`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from swift_ft._pb import coordinator_pb2 as pb
@@ -403,7 +403,7 @@ class Job(Transitions):
             case m.LogsFenced():
                 return self._logs_fenced(command, now)
             case m.LogsBlocked():
-                return self._logs_blocked(command)
+                return self._logs_blocked(command, now)
             case m.LogsRefused():
                 return self._logs_refused(command)
             case m.InventoryTaken():
@@ -725,7 +725,7 @@ class Job(Transitions):
             return []
         late = self.leases.overdue(self._timing.lease_s, now)
         late = {rank: why for rank, why in late.items() if not self.row.holders[rank].gone}
-        lost = self.places.overdue(now) if self.row.state is not State.FORMING else {}
+        lost = self.places.overdue(now, self._silent_hosts(late))
         if not late and not lost:
             why = self.suspicions.due(self.row, self._timing.suspicion_s, now) or self.endings.due(now)
             if why:
@@ -733,6 +733,12 @@ class Job(Transitions):
             return self.give_up(self.overdue(now))
         events = [self._event("lease_expired", rank=rank, reason=why) for rank, why in sorted(late.items())]
         return [*self._deaths(late, lost), *events]
+
+    def _silent_hosts(self, late: Collection[int]) -> set[str]:
+        """Returns the machines of these ranks on which no other rank is left."""
+        holders = self.row.holders
+        others = {holder.host for rank, holder in holders.items() if rank not in late and not holder.gone}
+        return {holders[rank].host for rank in late} - others
 
     # --- answers of the log servers ---
 
@@ -747,11 +753,13 @@ class Job(Transitions):
             return [*self.become_planning(), *came]
         return self._run_if_ready(now) or [m.PublishView()]
 
-    def _logs_blocked(self, blocked: m.LogsBlocked) -> list[Effect]:
+    def _logs_blocked(self, blocked: m.LogsBlocked, now: float) -> list[Effect]:
         row = self.row
         waits = row.state in (State.FORMING, State.FENCING, State.PLANNING)
         if blocked.generation != row.generation or not waits:
             return []
+        if blocked.given_up and (lost := self.places.given_up_elsewhere(blocked.address, now)):
+            return self._deaths({}, lost)
         if not self.places.block(blocked.address, blocked.reason):
             return []
         return self._told([self._event("log_server_blocked", address=blocked.address, reason=blocked.reason)])

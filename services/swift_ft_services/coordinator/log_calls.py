@@ -167,6 +167,8 @@ class Questions:
         # Calls may block until their timeout: those that a recovery waits for must not queue after polls of free space.
         self._threads = Threads(32, "logs")
         self._pollers = Threads(8, "space")
+        self._given_up: set[str] = set()
+        """Addresses that a job has given up and that have not answered since: other jobs do not wait for them."""
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
         """(job, kind) -> the call in progress; a newer one replaces it."""
 
@@ -203,6 +205,8 @@ class Questions:
                 self._failed(key[0], f"{type(error).__name__} in {key[1]}: {error}")
 
     async def fence(self, job: Job, generation: int) -> None:
+        lost = {server.address for server in job.row.log_servers if server.lost}
+        self._given_up |= lost.difference(job.row.addresses())
         calls = self._calls(job, generation, log_placement.to_fence(job.row, job.places))
         if await self._ask_all(job, generation, calls) is not None:
             await self._apply(job.row.job, m.LogsFenced(generation=generation))
@@ -277,9 +281,11 @@ class Questions:
                 await self._begin_anew(job, generation, address)
                 raise _Overtaken from None
             except ServiceError as error:
-                await self._apply(
-                    name, m.LogsBlocked(generation=generation, address=address, reason=str(error))
+                given_up = address in self._given_up
+                blocked = m.LogsBlocked(
+                    generation=generation, address=address, reason=str(error), given_up=given_up
                 )
+                await self._apply(name, blocked)
                 errors = errors + 1 if isinstance(error, Answered) else 0
                 if errors >= ERRORS_MAX:
                     unfit = Unfit(f"{error} ({errors} times in a row)")
@@ -288,6 +294,7 @@ class Questions:
                 await asyncio.sleep(pause_s)
                 pause_s = min(RETRY_LAST_S, 2 * pause_s)
             else:
+                self._given_up.discard(address)
                 await self._apply(name, m.LogHeard(address=address))
                 await self._apply(name, m.LogsBlocked(generation=generation, address=address, reason=""))
                 return answer

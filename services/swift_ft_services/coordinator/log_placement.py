@@ -3,7 +3,7 @@
 ::
 
     (all ranks have joined)     place: durable, in the View; every rank opens its streams there
-    (a server is silent for log_lost_s, or an operator gives it up or names another one)
+    (a server is silent for log_lost_s, or with the ranks of its machine; or an operator gives it up or names another)
                                 lose: never read or written again; its streams get new servers
     (RUNNING)                   mark_whole_from: the new copies are complete from the version training continues at
     (a plan)                    combined: what the copies of each stream hold, and which to read
@@ -14,7 +14,7 @@ is any while none of them answers: this process may be the one that is disconnec
 
 import enum
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -116,13 +116,30 @@ class Places:
         """Forgets all leases: the row gets other servers, whose numbers start at 0 again."""
         self._leases = Leases([], 0.0)
 
-    def overdue(self, now: float) -> dict[int, str]:
-        """Returns the servers that are lost by their silence -> reason."""
-        ages = {number: self._leases.age_s(number, now) for number in self._row.living()}
-        limit_s = self._timing.log_lost_s
+    def overdue(self, now: float, hosts: Collection[str] = ()) -> dict[int, str]:
+        """Returns the servers that are lost by their silence -> reason. `hosts`: machines whose ranks are all silent: a
+        server that has been silent there for half a lease is lost with them."""
+        ages, limit_s = self._ages_s(now), self._timing.log_lost_s
         if not limit_s or min(ages.values(), default=limit_s) >= limit_s / 2:
             return {}
-        return {n: f"has not answered for {age:.1f} s" for n, age in ages.items() if age > limit_s}
+        found = {n: f"has not answered for {age:.1f} s" for n, age in ages.items() if age > limit_s}
+        with_ranks = {
+            n: f"has not answered for {age:.1f} s, and nor have the ranks of its machine"
+            for n, age in ages.items()
+            if self._row.log_servers[n].host in hosts and age > self._timing.lease_s / 2
+        }
+        return with_ranks | found
+
+    def given_up_elsewhere(self, address: str, now: float) -> dict[int, str]:
+        """Returns {number: reason} of a server that does not answer and that another job has given up, once another one
+        has answered."""
+        number, ages = self.number_of(address), self._ages_s(now)
+        if number is None or not self._timing.log_lost_s or min(ages.values()) == ages[number]:
+            return {}
+        return {number: "does not answer, and another job has given it up"}
+
+    def _ages_s(self, now: float) -> dict[int, float]:
+        return {number: self._leases.age_s(number, now) for number in self._row.living()}
 
     def without(self, refused: m.LogsRefused) -> dict[int, str]:
         """Returns {number: reason} if the job can continue without the server that refused; empty if it cannot."""

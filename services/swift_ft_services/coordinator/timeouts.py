@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from swift_ft.log.placement import PATIENCE_S
 
 HEARTBEAT_S = 0.5
+DETECT_HEARTBEAT_S = {"usual": HEARTBEAT_S, "fast": 0.1}
+"""--detect → seconds between two heartbeats, from which all other times follow."""
 LEASE_HEARTBEATS = 20
 LOG_LOST_S = 30.0
 REPLACED_WITHIN_S = 120.0

@@ -1814,12 +1814,15 @@ class MeetReply(_message.Message):
     MACHINES_FIELD_NUMBER: _builtins.int
     HERE_FIELD_NUMBER: _builtins.int
     OVER_FIELD_NUMBER: _builtins.int
+    EVERY_S_FIELD_NUMBER: _builtins.int
     place: _builtins.int
     """in `machines`"""
     here: _builtins.int
     """machines that were heard of lately, those without a place as well"""
     over: _builtins.str
     """why it gets no place, or has it no more"""
+    every_s: _builtins.float
+    """it is to be heard this often, at least"""
     @_builtins.property
     def machines(self) -> _containers.RepeatedCompositeFieldContainer[Global___Machine]:
         """none: it has no place yet"""
@@ -1831,10 +1834,11 @@ class MeetReply(_message.Message):
         machines: _abc.Iterable[Global___Machine] | None = ...,
         here: _builtins.int = ...,
         over: _builtins.str = ...,
+        every_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["here", b"here", "machines", b"machines", "over", b"over", "place", b"place"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["every_s", b"every_s", "here", b"here", "machines", b"machines", "over", b"over", "place", b"place"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -258,8 +258,10 @@ class MetRendezvous(Rendezvous):
         with client:
             while not self._closed:
                 self._speak(client)
-                held = bool(self._newest.machines)
-                self._speaks.wait(self._terms.keep_alive_interval if held else POLL_S)
+                newest, interval_s = self._newest, self._terms.keep_alive_interval
+                self._speaks.wait(
+                    min(interval_s, newest.every_s or interval_s) if newest.machines else POLL_S
+                )
                 self._speaks.clear()
             try:
                 client.call(pb.MeetRequest(run=self._job.run, leaves=True))

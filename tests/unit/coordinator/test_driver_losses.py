@@ -20,6 +20,7 @@ from tests.unit.coordinator.driver_world import (
     run_to_running,
     scenario,
     sender,
+    until,
     view_with,
 )
 
@@ -276,3 +277,26 @@ async def test_who_replaces_a_server_that_never_came_takes_the_place_of_the_firs
     assert servers(driver)[-2:] == [("l2", True), ("l3", False)]
     assert row.log_servers[-1].instead_of == 0
     assert unreplaced(row) == []
+
+
+@scenario
+async def test_a_job_that_begins_does_not_wait_for_a_server_that_another_one_has_given_up(
+    logs: FakeLogs, store: MemoryStore
+) -> None:
+    driver = await driver_of(logs, store)
+    await run_to_running(driver)
+    logs.troubles["l1"] = LogUnavailable("connection refused")
+    await driver.apply("j", m.ChangeLogServers(lost="l1"))
+    await planning(driver, 2)
+    await driver.join("k", join())
+    words = "does not answer, and another job has given it up"
+    await until(lambda: [each.lost for each in driver._jobs["k"].row.log_servers] == ["", words])
+    # Once it has answered a job, it is like any other.
+    logs.troubles.clear()
+    await driver.apply("j", m.ChangeLogServers(add="l1"))
+    await planning(driver, 3)
+    logs.troubles["l1"] = LogUnavailable("connection refused")
+    await driver.join("n", join())
+    await until(lambda: driver._jobs["n"].row.blocked)
+    assert [each.lost for each in driver._jobs["n"].row.log_servers] == ["", ""]
+    driver.stop()

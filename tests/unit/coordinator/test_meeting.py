@@ -15,7 +15,7 @@ from tests.memory_store import MemoryStore
 from tests.unit.coordinator.driver_world import FakeClock, FakeLogs, run_to_running, scenario
 
 LEASE_S = 15.0
-STALL_S = 5.0
+TIMING = Timing()
 BEGAN = 100.0
 
 
@@ -26,6 +26,7 @@ class World:
         self.least, self.most = map(int, machines.split(":"))
         self.now = BEGAN
         self.over: bool | None = None
+        self.bereft: list[str] = []
         self.held: dict[str, pb.MeetReply] = {}
         self.restart()
 
@@ -61,7 +62,7 @@ class World:
             self.now += 1.0
             for run in alive:
                 self.say(run)
-            self.meetings.expire(self.now, STALL_S)
+            self.meetings.expire(self.now, TIMING, lambda _job: self.bereft)
 
 
 @pytest.fixture
@@ -140,9 +141,20 @@ def test_a_coordinator_that_begins_anew_knows_everybodys_place_again(first: str,
     assert world.say("c") == (1, ["a", "c"])
 
 
+def test_a_machine_that_is_silent_and_has_lost_its_ranks_makes_room_after_half_their_lease(
+    world: World,
+) -> None:
+    world.say("c")
+    world.bereft = ["b"]
+    world.wait(TIMING.lease_s, "a", "b", "c")
+    assert world.say("c") == 3, "it speaks: its ranks are started again"
+    world.wait(TIMING.lease_s / 2 + 1, "a", "c")
+    assert world.say("c") == (1, ["a", "c"])
+
+
 def test_a_coordinator_that_was_away_itself_takes_nobodys_place(world: World) -> None:
     world.now += 10 * LEASE_S
-    world.meetings.expire(world.now, STALL_S)
+    world.meetings.expire(world.now, TIMING, lambda _job: ())
     assert world.say("c") == 3
     assert world.say("a") == (0, ["a", "b"])
 

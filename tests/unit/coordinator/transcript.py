@@ -306,8 +306,12 @@ class World:
     def do_reset(self, generation: str) -> list[str]:
         return self.step(m.LogsReset(generation=int(generation)))
 
-    def do_blocked(self, generation: str, server: str, reason: str) -> list[str]:
-        return self.step(m.LogsBlocked(generation=int(generation), address=server, reason=reason))
+    def do_blocked(self, generation: str, server: str, reason: str, given_up: str = "") -> list[str]:
+        return self.step(
+            m.LogsBlocked(
+                generation=int(generation), address=server, reason=reason, given_up=given_up == "yes"
+            )
+        )
 
     def do_outdated(self, generation: str, reason: str, server: str = "") -> list[str]:
         return self.step(m.LogsRefused(generation=int(generation), reason=reason, address=server))
