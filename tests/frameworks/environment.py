@@ -24,15 +24,16 @@ class Unavailable(Exception):
     """A package cannot be had here. The message is one line."""
 
 
-def ensure(framework: str) -> Path:
-    """Returns the interpreter of the framework's environment, which is made if its pins have changed. Raises
-    Unavailable."""
+def ensure(framework: str, pins: tuple[str, ...] = ()) -> Path:
+    """Returns the interpreter of the framework's environment, which is made if its pins have changed. `pins`: if they
+    are not those of `PINS`. Raises Unavailable."""
     place = FOLDER / framework
     python, stamp = place / "bin" / "python", place / "installed"
-    wanted = "\n".join((sys.prefix, *PINS[framework]))
+    pins = pins or PINS[framework]
+    wanted = "\n".join((sys.prefix, *pins))
     if stamp.exists() and stamp.read_text() == wanted:
         return python
-    print(f"{framework}: installing {', '.join(PINS[framework])}", file=sys.stderr, flush=True)
+    print(f"{framework}: installing {', '.join(pins)}", file=sys.stderr, flush=True)
     shutil.rmtree(place, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "venv", place], check=True)
     (packages,) = place.glob("lib/python*/site-packages")
@@ -40,7 +41,7 @@ def ensure(framework: str) -> Path:
     (packages / "of_the_checkout.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
     # An empty file of constraints takes the place of one that this machine's configuration may name.
     environment = os.environ | {"PIP_CONSTRAINT": os.devnull}
-    command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *PINS[framework]]
+    command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *pins]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=False, timeout=_INSTALL_LIMIT_S
     )

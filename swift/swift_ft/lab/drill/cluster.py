@@ -182,6 +182,7 @@ class Cluster:
         settings: Mapping[str, str] | None = None,
         security: Security | None = None,
         launcher_flags: Sequence[str] = (),
+        checkpoints: str = "",
         log_servers: int = 1,
         copies: int = 1,
         log_lost_s: float | None = None,
@@ -189,7 +190,8 @@ class Cluster:
         self.directory = directory
         """`faults`: ``SWIFT_FAULTS``. `die_at`: (fault id, state) pairs at which the coordinator kills itself, in
         order. `settings`: additional environment. `security`: keys and certificates of this run; None: plain text.
-        `log_servers`: their number, each as if on a machine of its own.
+        `checkpoints`: their URL, if they are not in the directory. `log_servers`: their number, each as if on a machine
+        of its own.
         """
         self._ranks = ranks
         self._spares = spares
@@ -201,6 +203,7 @@ class Cluster:
         self._log_servers = [
             f"{LOG_SERVER}{n}" if log_servers > 1 else LOG_SERVER for n in range(log_servers)
         ]
+        self._checkpoints = checkpoints or str(directory / "checkpoints")
         self._copies = copies
         self._log_lost_s = log_lost_s
         self._lost: set[str] = set()
@@ -270,7 +273,7 @@ class Cluster:
         self._await_service(COORDINATOR)
         arguments = ["swift_ft.launch", "--nproc-per-node", str(self._ranks), "--spares", str(self._spares)]
         arguments += ["--coordinator", self._addresses[COORDINATOR], "--job", JOB]
-        arguments += ["--checkpoint-dir", str(self.directory / "checkpoints")]
+        arguments += ["--checkpoint-dir", self._checkpoints]
         if self._max_restarts is not None:
             arguments += ["--max-restarts", str(self._max_restarts)]
         arguments += ["--sigterm-checkpoint-s", "0"]  # no later run resumes from it

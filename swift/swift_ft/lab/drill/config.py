@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from swift_ft.cli_parser import object_store
 from swift_ft.errors import UsageError
 from swift_ft.fault_grammar import Fault
 from swift_ft.lab.drill import faults as fault_specs
@@ -103,6 +104,12 @@ class DrillConfig:
     copies: int = option(1, "copies of every record", "C")
     spares: int = option(1, "warm spare processes", "N", bounds=(0, 64))
     helpers: int = of_run(0, "ranks that share a replay", "N", bounds=(0, 64))
+    checkpoint_dir: str = option(
+        "",
+        "checkpoints of the run with faults in an object store, below s3://BUCKET/PREFIX, gs://… or az://…; they stay "
+        "there (default: in the drill's directory)",
+        "URL",
+    )
     model: str = of_both("default", known=tuple(MODELS))
     device: str = of_both("cpu", "the stages' device, as torch names it", "DEVICE")
     updates: str = of_both(
@@ -155,6 +162,8 @@ class DrillConfig:
         copies_max = min(COPIES_MAX, self.log_servers)
         if not 1 <= self.copies <= copies_max:
             yield f"--copies must be 1 to {copies_max} (--log-servers {self.log_servers}), not {self.copies}"
+        if self.checkpoint_dir:
+            object_store(self.checkpoint_dir)
         if not self.faults:
             yield "a drill without a fault shows nothing: give at least one --kill"
         shape = self.topology

@@ -110,6 +110,8 @@ def _problems(fault: Fault, asked: "DrillConfig") -> Iterator[str]:
             yield from _corrupt_log(fault, asked)
         case CorruptCheckpointFault():
             every = shape.checkpoint_every
+            if asked.checkpoint_dir:
+                yield "a bit is flipped in a file: leave --checkpoint-dir out"
             if asked.strategy != "checkpoint":
                 yield "only with --strategy checkpoint do all ranks load theirs"
             if victim_of(fault, asked.faults) is None:

@@ -9,6 +9,7 @@ import json
 import os
 import random
 import re
+import secrets
 import shutil
 import subprocess
 import sys
@@ -201,6 +202,9 @@ class FaultedRun:
                 "SWIFT_REHEARSE": config.rehearse,
             },
             security=Security(directory / "security", JOB) if config.secure else None,
+            checkpoints=f"{config.checkpoint_dir.rstrip('/')}/drill-{secrets.token_hex(4)}"
+            if config.checkpoint_dir
+            else "",
             log_servers=config.log_servers,
             copies=config.copies,
             log_lost_s=LOG_LOST_S if any(isinstance(f, LogLossFault) for f in config.faults) else None,
