@@ -104,7 +104,7 @@ def drill(store: s3.Store, name: str, words: tuple[str, ...], twins: Path) -> Ro
         if not path.exists():
             return row(name, f"exit code {done.returncode}: {done.stderr.strip()[-300:]}")
         report: dict[str, Any] = json.loads(path.read_text())
-    checks = [check["name"] for check in report.get("checks", []) if not check["ok"]]
+    checks = [check["name"] for check in report.get("checks", []) if check["answer"] is not True]
     problem = ""
     if (report["verdict"], report["bitwise_equal"], report["survivors_kept"]) != ("PASS", True, True):
         problem = f"{report['verdict']}: {', '.join(checks)}"
