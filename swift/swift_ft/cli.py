@@ -63,6 +63,7 @@ OTHERS = {
         "tools.status:logs",
         "show where a job's log is kept; give a log server up, or name another one",
     ),
+    "watch": ("tools.watch", "serve a live page of a coordinator's jobs, for a browser"),
     "completion": ("tools.completion", "print what bash or zsh needs to complete these commands and flags"),
     "doctor": ("tools.doctor", "check whether this machine is fit, and whether the services answer"),
 }

@@ -33,6 +33,7 @@ TOKEN = SYSTEMD / "swift-token@.service"
 CONTAINERFILE = ROOT / "examples" / "container" / "Containerfile"
 COMPOSE = ROOT / "examples" / "container" / "compose.yaml"
 ALERTS = ROOT / "examples" / "prometheus" / "alerts.yaml"
+DASHBOARD = ROOT / "examples" / "grafana" / "swift.json"
 OPERATION = ROOT / "docs" / "operation.md"
 
 
@@ -225,22 +226,42 @@ def rules() -> list[dict[str, Any]]:
     return [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
 
 
+SHOWN = {family.name: family for family in (*LOG, *COORDINATOR, *TRAINER)}
+
+
+def check_expression(expression: str) -> set[str]:
+    """Returns the metrics; each is there, and is asked as its kind can be."""
+    names = set(re.findall(r"(?<![\w{,])swift_\w+", expression))
+    for name in names:
+        plain = name.removesuffix("_bucket")
+        assert plain in SHOWN, expression
+        assert (plain != name) == (SHOWN[plain].kind == "histogram"), expression
+        if SHOWN[plain].kind == "states":
+            wanted = re.findall(rf'{name}=~?"([^"]+)"', expression)
+            assert set("|".join(wanted).split("|")) <= {*SHOWN[plain].states, ""}, expression
+        grows = SHOWN[plain].kind in ("counter", "histogram")
+        assert grows == bool(re.search(rf"(rate|increase)\({name}(\{{[^}}]*\}})?\[", expression)), expression
+    return {name.removesuffix("_bucket") for name in names}
+
+
 def test_alerts_look_at_metrics_that_are_shown() -> None:
-    shown = {family.name: family for family in (*LOG, *COORDINATOR, *TRAINER)}
     for rule in rules():
-        names = set(re.findall(r"\bswift_\w+", rule["expr"]))
-        for name in names:
-            plain = name.removesuffix("_bucket")
-            assert plain in shown, rule
-            assert (plain != name) == (shown[plain].kind == "histogram"), rule
-            if shown[plain].kind == "states":
-                wanted = re.findall(rf'{name}=~?"([^"]+)"', rule["expr"])
-                assert set("|".join(wanted).split("|")) <= set(shown[plain].states), rule
-            if shown[plain].kind == "counter":
-                assert re.search(rf"(rate|increase)\({name}(\{{[^}}]*\}})?\[", rule["expr"]), rule
-        assert names or rule["expr"].startswith("up{"), rule
+        assert check_expression(rule["expr"]) or rule["expr"].startswith("up{"), rule
         assert rule["labels"]["severity"] in ("warning", "critical")
         assert rule["annotations"]["summary"].endswith((".", "}}."))
+
+
+def test_the_dashboard_looks_at_metrics_and_labels_that_are_shown() -> None:
+    dashboard = json.loads(DASHBOARD.read_text())
+    panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+    for panel in panels:
+        for target in panel["targets"]:
+            families = [SHOWN[name] for name in check_expression(target["expr"])]
+            assert families, panel
+            labels = {"instance", *(label for family in families for label in (*family.labels, family.name))}
+            assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= labels, panel
+            assert "$job" not in target["expr"] or all("job" in family.labels for family in families), panel
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")

@@ -124,7 +124,7 @@ class Places:
             return {}
         found = {n: f"has not answered for {age:.1f} s" for n, age in ages.items() if age > limit_s}
         with_ranks = {
-            n: f"has not answered for {age:.1f} s, and nor have the ranks of its machine"
+            n: f"has not answered for {age:.1f} s, like the ranks of its machine"
             for n, age in ages.items()
             if self._row.log_servers[n].host in hosts and age > self._timing.lease_s / 2
         }

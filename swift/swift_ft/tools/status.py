@@ -226,8 +226,8 @@ def lines(status: pb.StatusReply) -> list[str]:
             line += f"; {unsaved_words(rank.unsaved, max(view.checkpoints, default=0))}"
         out.append(line)
     out += [f"rank {slot}: its slot is vacant" for slot in view.vacant]
-    out += [_told_words(suspicion) for suspicion in status.suspicions if suspicion.told]
-    return out + _late_words([suspicion for suspicion in status.suspicions if not suspicion.told])
+    out += [told_words(suspicion) for suspicion in status.suspicions if suspicion.told]
+    return out + late_words([suspicion for suspicion in status.suspicions if not suspicion.told])
 
 
 def goes_on_words(view: pb.View) -> str:
@@ -248,13 +248,13 @@ def goes_on_words(view: pb.View) -> str:
     return f"newest checkpoint: version {newest}{again.get(view.state, '')}"
 
 
-def _told_words(told: pb.Suspicion) -> str:
+def told_words(told: pb.Suspicion) -> str:
     if told.unfit:
         return f"rank {told.rank}: its place failed the health check {told.age_s:.0f} s ago ({told.reason})"
     return f"rank {told.rank} said {told.age_s:.0f} s ago: {told.reason}"
 
 
-def _late_words(late: Sequence[pb.Suspicion]) -> list[str]:
+def late_words(late: Sequence[pb.Suspicion]) -> list[str]:
     """Returns a line per late rank. A rank that waits for a hanging rank is equally late, so several are not
     accused."""
     words = [f"rank {suspicion.rank}: {suspicion.reason}" for suspicion in late]
@@ -281,7 +281,7 @@ def event_lines(status: pb.StatusReply) -> list[str]:
     out = []
     for generation in status.history:
         first = generation.entries[0]
-        head = f"generation {generation.number}, {_clock_words(first.at)}"
+        head = f"generation {generation.number}, {clock_words(first.at)}"
         out.append(f"{head}: {first.reason}" if first.reason else head)
         if generation.plan:
             out.append(f"  plan: {generation.plan}")
@@ -301,7 +301,7 @@ def event_lines(status: pb.StatusReply) -> list[str]:
     ]
 
 
-def _clock_words(at: float) -> str:
+def clock_words(at: float) -> str:
     """Formats seconds since 1970 in this machine's time zone."""
     return datetime.fromtimestamp(at).astimezone().isoformat(" ", "seconds")
 
@@ -339,13 +339,19 @@ def _row(job: pb.JobSummary) -> tuple[str, ...]:
 # The log servers of a job.
 
 
-def log_lines(status: pb.StatusReply) -> list[str]:
-    """Returns the lines of the text output."""
-    view, silent = status.view, {server.address: server.silent_s for server in status.log_servers}
+def kept_by(view: pb.View) -> dict[str, list[str]]:
+    """Returns address of a log server -> the ranks whose streams are kept there, as text."""
     kept: dict[str, list[str]] = {server.address: [] for server in view.log_places}
     for logs in view.log_copies:
         for number, address in enumerate(logs.servers):
             kept.setdefault(address, []).append(f"{logs.rank}{'' if number == 0 else ' (copy)'}")
+    return kept
+
+
+def log_lines(status: pb.StatusReply) -> list[str]:
+    """Returns the lines of the text output."""
+    view, silent = status.view, {server.address: server.silent_s for server in status.log_servers}
+    kept = kept_by(view)
     out = [f"job {view.job}: {state_name(view.state)}, generation {view.generation}"]
     if view.waiting_for:
         out.append(f"waits for {view.waiting_for}")
