@@ -29,12 +29,19 @@ LOG_LOST_S = 12.0
 
 
 class Machines:
-    """`swift-ft run` on two machines, with one or more stages on each."""
+    """`swift-ft run` on several machines, with one or more stages on each."""
 
     def __init__(
-        self, world: World, directory: Path, flags: Callable[[str, int], list[str]], stages: int
+        self,
+        world: World,
+        directory: Path,
+        flags: Callable[[str, int], list[str]],
+        stages: int,
+        nodes: int = 2,
+        steps: int = STEPS,
     ) -> None:
         self._world, self._directory, self._flags, self._stages = world, directory, flags, stages
+        self._nodes, self._steps = nodes, steps
         for name in ("events", "digests", "checkpoints"):
             (directory / name).mkdir(parents=True)
         self._tail = events.Tail(directory / "events")
@@ -47,9 +54,14 @@ class Machines:
             sys.executable,
             "-m",
             "swift_ft.launch",
-            "--nnodes=2",
+            f"--nnodes={self._nodes}",
         ]
-        command += [f"--nproc-per-node={self._stages // 2}", "--spares=0", "--coordinator", self._world.meta]
+        command += [
+            f"--nproc-per-node={self._stages // self._nodes}",
+            "--spares=0",
+            "--coordinator",
+            self._world.meta,
+        ]
         command += ["--job", self._directory.name, *self._flags(machine, number)]
         command += [
             "--checkpoint-dir",
@@ -61,7 +73,7 @@ class Machines:
             "--stages",
             str(self._stages),
             "--steps",
-            str(STEPS),
+            str(self._steps),
             "--model",
             "tiny",
             "--microbatches",
@@ -117,7 +129,7 @@ class Machines:
     def digests(self) -> dict[str, Any]:
         codes = {machine: launcher.wait(TIMEOUT_S) for machine, launcher in self.launchers.items()}
         assert set(codes.values()) == {0}, self.output()
-        found = list((self._directory / "digests").glob(f"*-v{STEPS}.json"))
+        found = list((self._directory / "digests").glob(f"*-v{self._steps}.json"))
         assert len(found) == self._stages, found
         return {path.name: json.loads(path.read_text()) for path in found}
 
