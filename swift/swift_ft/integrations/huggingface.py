@@ -19,6 +19,7 @@ from transformers.trainer_callback import ExportableState
 
 from swift_ft import Session
 from swift_ft.errors import UsageError
+from swift_ft.integrations import Attributes
 
 _LOGGED, _TIMES = ("_globalstep_last_logged", "_total_loss_scalar"), ("_runtime", "_per_second")
 _COUNTS = ("epoch", "global_step", "total_flos", "num_input_tokens_seen", "best_metric", "best_global_step")
@@ -127,24 +128,23 @@ class _Place(TrainerCallback):  # type: ignore[misc]
             same = {name: told for name, told in entry.items() if not name.endswith(_TIMES)}
             self._history += json.dumps(same) + "\n"
         kept = trainer._globalstep_last_logged != trainer.state.global_step, trainer.current_flos != 0
-        values, sums = [values for _, values in self._parts()], self._sums * torch.tensor(kept)
+        values, sums = [each.state_dict() for each in self._parts()], self._sums * torch.tensor(kept)
         return {"values": values, "sums": sums, "history": self._history}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for (thing, _), values in zip(self._parts(), state["values"], strict=True):
-            thing.__dict__.update(values)
+        for each, values in zip(self._parts(), state["values"], strict=True):
+            each.load_state_dict(values)
         self.iterator = self.iterator if self.batches else None  # that of a dropped step began an epoch
         trainer, self._sums, self._history = self._trainer, state["sums"].clone(), state["history"]
         loss, trainer.current_flos = self._sums[trainer.session.dp_rank].tolist()
         trainer._tr_loss.fill_(loss)
         trainer.state.log_history[:] = [json.loads(line) for line in self._history.splitlines()]
 
-    def _parts(self) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """Yields things with those of their attributes that are captured."""
+    def _parts(self) -> Iterator[Attributes]:
         trainer = self._trainer
         for thing, names in ((self, ("epoch", "batches")), (trainer, _LOGGED), (trainer.state, _COUNTS)):
-            yield thing, {name: getattr(thing, name) for name in names}
-        yield trainer.control, dict(vars(trainer.control))
+            yield Attributes(lambda thing=thing: thing, *names)  # type: ignore[misc]
+        yield Attributes(lambda: trainer.control)
         for each in trainer.callback_handler.callbacks:
             if isinstance(each, ExportableState):
-                yield each, each.state()["attributes"]
+                yield Attributes(lambda each=each: each, *each.state()["attributes"])  # type: ignore[misc]

@@ -449,7 +449,13 @@ class RegisteredLoader:
             return (_call, tuple(given), *rest)
 
         mine = {"__iter__": lambda _loader: self.iterate(), "__reduce_ex__": reduce}
-        loader.__class__ = type(kind.__name__, (kind,), {**mine, "__module__": kind.__module__})
+        try:
+            loader.__class__ = type(kind.__name__, (kind,), {**mine, "__module__": kind.__module__})
+        except AttributeError:  # Accelerate's passes itself off as another class
+            raise UsageError(
+                f"register(...) was given a {kind.__name__}, which stands in for another loader and reads ahead of it; "
+                "register that one, and iterate over it (Accelerate's: loader.base_dataloader)"
+            ) from None
 
     # --- the trainer's ---
 

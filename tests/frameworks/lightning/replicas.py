@@ -6,7 +6,7 @@ its epochs, before max_steps"""
 # steps: 20
 # kills: forward, backward, reduce, optimizer, tail, idle, save, moment, optimizer
 # plain: 2
-# patience: 300
+# patience: 200
 
 import os
 from typing import Any

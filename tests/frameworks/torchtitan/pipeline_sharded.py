@@ -6,7 +6,7 @@
 # kills: forward, backward, reduce, optimizer, tail, idle, save, moment, optimizer
 # parallelism: pipeline 2 x FSDP 2
 # plain: 4
-# patience: 400
+# patience: 250
 
 from tests.frameworks.torchtitan import _example
 

@@ -5,7 +5,7 @@
 # steps: 12
 # kills: forward, backward, optimizer, tail, idle, save, moment, optimizer
 # parallelism: pipeline 2 x tensor 2
-# patience: 400
+# patience: 250
 
 from tests.frameworks.torchtitan import _example
 

@@ -5,7 +5,7 @@
 # steps: 14
 # kills: forward, backward, reduce, optimizer, tail, idle, save, moment, optimizer
 # plain: 2
-# patience: 300
+# patience: 200
 
 import os
 from functools import partial

@@ -13,6 +13,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import swift_ft
 from swift_ft import torch_private
+from swift_ft.integrations import Attributes
 from swift_ft.state.module_state import load_module, state_of_module
 
 INTEGRATIONS = Path(swift_ft.__file__).parent / "integrations"
@@ -22,6 +23,28 @@ LINES_MAX = 150
 @pytest.mark.parametrize("framework", ["huggingface", "lightning", "torchtitan"])
 def test_an_integration_is_small(framework: str) -> None:
     assert len((INTEGRATIONS / f"{framework}.py").read_text().splitlines()) <= LINES_MAX
+
+
+def test_attributes_are_the_plain_ones_without_times() -> None:
+    class Callback:
+        patience = 3
+
+        def __init__(self, best: float) -> None:
+            self.best, self.scores, self.model, self.last_time = (
+                best,
+                {"a": torch.ones(2)},
+                nn.Linear(1, 1),
+                7.0,
+            )
+
+    first, second = Callback(1.0), Callback(2.0)
+    state = Attributes(lambda: first).state_dict()
+    assert list(state) == ["best", "scores"]
+    Attributes(lambda: second).load_state_dict(state)
+    first.scores["a"].zero_()
+    assert second.best == 1.0
+    assert torch.equal(second.scores["a"], torch.ones(2))
+    assert Attributes(lambda: first, "patience").state_dict() == {"patience": 3}
 
 
 class Split(nn.Module):

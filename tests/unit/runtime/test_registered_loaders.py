@@ -447,6 +447,18 @@ def test_a_registered_dataset_is_pickled_as_what_it_was() -> None:
     assert next(iter(copied)).tolist() == next(iter(Documents(0))).tolist()
 
 
+def test_a_loader_that_stands_in_for_another_is_refused() -> None:
+    """As Accelerate's does, which passes itself off as that one's class."""
+
+    class Reading(DataLoader[Any]):
+        @property
+        def __class__(self) -> Any:
+            return DataLoader
+
+    with pytest.raises(UsageError, match="given a Reading, which stands in for another loader"):
+        Trainer(lambda _: Reading(Noisy()))
+
+
 def test_a_loader_that_has_begun_and_a_second_iterator_are_refused() -> None:
     loader = LOADERS["stateful"](0)
     iter(loader)
