@@ -30,7 +30,7 @@ from torch.utils import _python_dispatch
 from torch.utils.data import DataLoader, dataloader
 
 from swift_ft.device import device_types
-from swift_ft.errors import ServiceError
+from swift_ft.errors import ServiceError, UsageError
 
 if TYPE_CHECKING:
     from swift_ft.comm.backend import Backend
@@ -568,12 +568,13 @@ def start_workers_anew(loader: Any) -> None:
 
 
 def let_go() -> None:
-    """Undoes `make_iterators_by`, `carry_objects_by` and `keep_reference`."""
+    """Undoes `make_iterators_by`, `carry_objects_by`, `split_by_new_groups` and `keep_reference`."""
     _references.clear()
     DataLoader.__iter__ = _iter  # type: ignore[method-assign]
     dataloader._BaseDataLoaderIter.__init__ = _iterator_begins  # type: ignore[method-assign]
     _c10d._object_to_tensor, _c10d._tensor_to_object = _object_to_tensor, _tensor_to_object
     _c10d.broadcast_object_list = dist.broadcast_object_list = _broadcast_object_list
+    _c10d.split_group = dist.split_group = _split_group
 
 
 _iter = DataLoader.__iter__
@@ -697,9 +698,29 @@ def carry_objects_by(encode: Any, decode: Any, active: Any) -> None:
     _c10d.broadcast_object_list = dist.broadcast_object_list = broadcast
 
 
+def split_by_new_groups(active: Any) -> None:
+    """Makes `dist.split_group`, for which torch needs a communicator that splits, make its groups by `dist.new_group`
+    while ``active()``."""
+
+    def split(parent_pg: Any = None, split_ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if not (active() and split_ranks):
+            return _split_group(parent_pg, split_ranks, *args, **kwargs)
+        ranks = dist.get_process_group_ranks(parent_pg)
+        if len(ranks) < dist.get_world_size():
+            raise UsageError(
+                "dist.split_group of a group without all ranks: the others would not know of its parts, and all make "
+                "the same groups in the same order; use dist.new_group, on all ranks"
+            )
+        groups = [dist.new_group([ranks[place] for place in sorted(part)]) for part in split_ranks]
+        return next((group for group in groups if isinstance(group, dist.ProcessGroup)), None)
+
+    _c10d.split_group = dist.split_group = split
+
+
 _object_to_tensor: Any = _c10d._object_to_tensor
 _tensor_to_object: Any = _c10d._tensor_to_object
 _broadcast_object_list: Any = _c10d.broadcast_object_list
+_split_group: Any = _c10d.split_group
 
 
 def reduction_name(op: Any) -> str:

@@ -1,6 +1,7 @@
 """Stages of several ranks (trainers/cells.py): tensor parallel, sharded, with replicas; killed, compared with twins."""
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,37 @@ def test_a_tensor_parallel_stage_without_a_replica_is_replayed_whole(twin: Twin,
     """Both ranks of the lost one's stage compute again, with live collectives between them; the others keep all."""
     shape = (2, 1, 1, 2)
     (plan,) = survived(run(tmp_path, shape, "own", [kill(1, "forward")]), twin(shape, "own"), 4, [1])
+    assert plan == {0: "REPLAY", 1: "REPLAY", 2: "KEEP", 3: "KEEP"}
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Callable[[str], Run]:
+    """The failure-free runs of trainers/inside.py."""
+    return cache(
+        lambda how: undisturbed(forks, tmp_path_factory.mktemp("calm"), "inside.py", STEPS, how, ranks=4)
+    )
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("how", "phase"),
+    [
+        ("experts", "backward"),
+        ("context", "forward"),
+        *(
+            pytest.param(how, phase, marks=pytest.mark.matrix)
+            for how, phases in (("experts", ("forward", "optimizer")), ("context", ("backward", "optimizer")))
+            for phase in phases
+        ),
+    ],
+)
+def test_parallelism_by_hand_inside_of_a_stage(
+    how: str, phase: str, calm: Callable[[str], Run], tmp_path: Path
+) -> None:
+    """Experts by all-to-all, and attention over parts of sequences, in groups made by `dist.split_group`."""
+    faults = [kill(1, phase)]
+    faulted = run_trainer(tmp_path, "inside.py", STEPS, how, ranks=4, faults=faults)
+    (plan,) = survived(faulted, calm(how), 4, [1])
     assert plan == {0: "REPLAY", 1: "REPLAY", 2: "KEEP", 3: "KEEP"}
 
 

@@ -269,8 +269,10 @@ class Alone(Messages):
         tensor.mul_(self._n)
 
     def begin_all_to_all(self, incoming: list[torch.Tensor], outgoing: list[torch.Tensor]) -> Pending:
+        own = outgoing[self._own]
         for room in incoming:
-            room.copy_(outgoing[self._own])
+            # How much the others give may follow from their data, as with experts.
+            room.copy_(own) if room.shape == own.shape else room.zero_()
         return _All([])
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:

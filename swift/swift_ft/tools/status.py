@@ -216,6 +216,8 @@ def lines(status: pb.StatusReply) -> list[str]:
     over = view.state in OVER
     members = {member.rank: member for member in view.members}
     for rank in status.ranks:
+        if rank.rank in view.vacant:
+            continue
         who = members.get(rank.rank, pb.Member())
         line = f"rank {rank.rank}: {'was ' if over else ''}process {who.pid} on {who.host}, version {rank.version}"
         if not over:
@@ -225,7 +227,11 @@ def lines(status: pb.StatusReply) -> list[str]:
         if rank.HasField("unsaved"):
             line += f"; {unsaved_words(rank.unsaved, max(view.checkpoints, default=0))}"
         out.append(line)
-    out += [f"rank {slot}: its slot is vacant" for slot in view.vacant]
+    spares = {rank.rank for rank in status.ranks}
+    out += [
+        f"rank {slot}: its slot is vacant" + ("; its process is a spare" if slot in spares else "")
+        for slot in view.vacant
+    ]
     out += [told_words(suspicion) for suspicion in status.suspicions if suspicion.told]
     return out + late_words([suspicion for suspicion in status.suspicions if not suspicion.told])
 

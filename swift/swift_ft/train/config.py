@@ -331,7 +331,8 @@ class SessionConfig:
         if self.shards > 1 or (self.replicas == 1 and not moves):
             raise UsageError(
                 f"strategy={self.strategy!r} with replicas={self.replicas} and shards={self.shards}: others go on for "
-                "a lost rank if they hold all of its state; give at least 2 replicas, without shards"
+                "a lost rank if they hold all of its state, and FSDP2 does not average gradients itself; give at least "
+                "2 replicas, without shards"
             )
         if self.tensor_parallel > 1 and self.drops:
             raise UsageError(

@@ -655,6 +655,7 @@ class Session:
         )
         gate.set_up.bind(self._set_up.begin)
         torch_private.carry_objects_by(set_up.encoded, set_up.decoded, lambda: not gate.over)
+        torch_private.split_by_new_groups(lambda: not gate.over)
         shadow = (rank, member.client, communicator, channel, state, store, witness)
         self._shadow: Shadow | None = None
         """Run of a process that holds no rank (a warm-up or a rehearsal); None in a rank."""

@@ -69,6 +69,15 @@ def test_a_vacant_slot_is_named() -> None:
     assert "newest checkpoint: version 5; started again with more steps it goes on at step 5" in lines
 
 
+def test_a_spare_is_named() -> None:
+    told = said(replays=False)
+    told.view.vacant.append(told.ranks[0].rank)
+    del told.view.members[0]
+    lines = status.lines(told)
+    assert "rank 0: its slot is vacant; its process is a spare" in lines
+    assert not any(line.startswith("rank 0: process") for line in lines)
+
+
 def test_nobody_listens_to_the_ranks_of_a_job_that_is_over() -> None:
     told = said(replays=False)
     told.view.state, told.view.reason, told.view.waiting_for = pb.FINISHED, "", ""

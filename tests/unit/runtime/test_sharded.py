@@ -270,6 +270,9 @@ def test_alone_reduces_to_the_right_shape() -> None:
     output = torch.zeros(2)
     Alone(1, 2).reduce_scatter(output, [torch.ones(2), torch.full((2,), 3.0)], torch.Tensor.add_)
     assert output.tolist() == [6.0, 6.0]
+    incoming = [torch.ones(3), torch.ones(1)]  # the others' data decide how much they give
+    Alone(1, 2).all_to_all(incoming, [torch.ones(2), torch.full((3,), 2.0)])
+    assert [part.tolist() for part in incoming] == [[2.0] * 3, [0.0]]
 
 
 @pytest.mark.parametrize(("op", "expected"), [("SUM", 6.0), ("AVG", 3.0), ("MAX", 3.0)])

@@ -108,3 +108,18 @@ def test_a_buffer_of_one_receive_is_forgotten_and_one_of_a_microbatch_kept() -> 
     torch_private.forget_receives([once, for_good])
     assert once.buffer is None
     assert for_good.buffer is not None
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_group_is_split_by_new_groups_and_only_the_default_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = dist.split_group
+    torch_private.split_by_new_groups(lambda: True)
+    try:
+        group = dist.split_group(split_ranks=[[0]])
+        assert dist.get_process_group_ranks(group) == [0]
+        monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+        with pytest.raises(UsageError, match=r"use dist\.new_group, on all ranks"):
+            dist.split_group(group, [[0]])
+    finally:
+        torch_private.let_go()
+    assert dist.split_group is plain
