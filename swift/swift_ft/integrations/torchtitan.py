@@ -10,6 +10,7 @@ end before the last step.
 import os
 from typing import Any
 
+from torch.distributed.fsdp import FSDPModule
 from torchtitan.distributed import ParallelDims
 from torchtitan.trainer import Trainer
 
@@ -35,6 +36,9 @@ class SwiftTrainer(Trainer):  # type: ignore[misc]  # typed only where torchtita
                 session.adopt(stage)
             session.register(schedule=schedule)
             torch_private.take_microbatches(schedule)
+        head = getattr(self.loss_fn, "lm_head", None)  # of a loss in chunks
+        if isinstance(head, FSDPModule):
+            head.set_reshard_after_forward(True)  # as a step leaves it: a new process would begin without
         for optimizer in self.optimizers:  # the container is an optimizer as well, of the same parameters
             session.optimizer(optimizer)
         session.register(loader=self.dataloader, trainer=self, lr_schedulers=self.lr_schedulers)
