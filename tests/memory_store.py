@@ -16,6 +16,9 @@ class MemoryStore:
             raise StoreHeld("another coordinator uses it")
         self._held = True
 
+    def holds(self) -> bool:
+        return True
+
     async def read(self, prefix: str = "") -> dict[str, Stored]:
         return {key: stored for key, stored in sorted(self.rows.items()) if key.startswith(prefix)}
 

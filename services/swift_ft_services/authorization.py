@@ -190,7 +190,8 @@ RANKS = 1 << 16
 LENGTHS: Mapping[str, int] = {
     **dict.fromkeys(("job", "from_job", "stream", "incarnation", "run", "address", "fsync"), NAME),
     **dict.fromkeys(("host", "add", "add_host", "lost", "label", "key"), 1 << 10),
-    **dict.fromkeys(("reason", "unfit", "over", "difference", "why_not"), WORDS),
+    **dict.fromkeys(("reason", "unfit", "over", "difference", "why_not", "inexact_reason"), WORDS),
+    **dict.fromkeys(("place", "problem"), 1 << 13),
     **dict.fromkeys(("set", "expected", "desired"), 1 << 18),
     "frames": 1 << 30,  # limited by a writer's credit
 }
@@ -200,6 +201,7 @@ ENTRIES: Mapping[str, tuple[int, int]] = {
     "config": (1 << 10, 1 << 16),
     "fingerprint": (1 << 10, 1 << 16),
     "stages": (1 << 10, 0),
+    "versions": (1 << 10, 0),
     "sent": (1 << 12, 0),
     "snapshots": (1 << 10, 0),
     "acknowledged": (RANKS, 0),

@@ -72,9 +72,11 @@ def announce(arguments: argparse.Namespace, who: str, port: int, protection: Map
     address = f"{arguments.listen.rpartition(':')[0]}:{port}"
     if arguments.address_file is not None:
         write_address(arguments.address_file, address)
-    events.emit("serving", address=address, directory=str(arguments.directory), **protection)
+    store = getattr(arguments, "store", None)
+    where = f"directory {arguments.directory}" if store is None else f"store {store}"
+    events.emit("serving", address=address, directory=str(arguments.directory or store), **protection)
     if arguments.log_format == logs.TEXT:
-        print(f"{who} on {address}, directory {arguments.directory}", flush=True)
+        print(f"{who} on {address}, {where}", flush=True)
 
 
 def exit_with(main: Callable[[], int]) -> NoReturn:

@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ class Again(ForkedCluster):
         super().__init__(
             directory, ranks=ranks, spares=1, trainer_arguments=[], digests_every=True, settings=settings
         )
+        self.kill_when: Callable[[], bool] = lambda: False
+        """Kills the launcher, and so its ranks, once this is true; once."""
         self.said = ""
         """What the last launcher, and its ranks, have written."""
 
@@ -51,6 +53,9 @@ class Again(ForkedCluster):
         deadline = time.monotonic() + patience_s
         while (code := self.poll()) is None:
             assert time.monotonic() < deadline, self.output_tail()
+            if self.kill_when():
+                self._processes[LAUNCHER].kill()
+                self.kill_when = lambda: False
             time.sleep(0.02)
         self.said = output.read_text(errors="replace")
         return code

@@ -5,7 +5,9 @@ python -m swift_ft_services.coordinator --directory DIR --log-servers HOST:PORT[
 
 import argparse
 import asyncio
+import contextlib
 import os
+import re
 import selectors
 import signal
 import time
@@ -21,6 +23,7 @@ import grpc
 from swift_ft import events, logs
 from swift_ft._pb import coordinator_pb2_grpc as pb_grpc
 from swift_ft.cli_parser import Parser, argument, local_directory, metrics_address
+from swift_ft.credentials import ENV_CA, ENV_CERTIFICATE, ENV_INSECURE, ENV_KEY, Credentials
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.log.placement import COPIES_MAX, machines, parse_server
 from swift_ft_services import listening, program
@@ -29,7 +32,13 @@ from swift_ft_services.coordinator.driver import JOBS_MAX, Driver
 from swift_ft_services.coordinator.job_record import JobRow, LogServer, State
 from swift_ft_services.coordinator.log_calls import LogServers
 from swift_ft_services.coordinator.service import Servicer
-from swift_ft_services.coordinator.store import MetadataStore, SqliteStore, StoreFailed, StoreHeld
+from swift_ft_services.coordinator.store import (
+    MetadataStore,
+    SqliteStore,
+    StoreConflict,
+    StoreFailed,
+    StoreHeld,
+)
 from swift_ft_services.coordinator.timeouts import (
     DETECT_HEARTBEAT_S,
     LEASE_HEARTBEATS,
@@ -38,7 +47,6 @@ from swift_ft_services.coordinator.timeouts import (
 )
 from swift_ft_services.health import Health
 from swift_ft_services.interceptors import AsyncGate
-from swift_ft_services.listening import Protection
 
 if TYPE_CHECKING:
     from swift_ft_services.coordinator.metrics import CoordinatorMetrics
@@ -122,8 +130,35 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--directory",
         type=argument(local_directory),
-        required=True,
-        help="the directory of its durable state",
+        help="the directory of its durable state; the same as --store sqlite:DIR",
+    )
+    parser.add_argument(
+        "--store",
+        metavar="sqlite:DIR|etcd://HOST:PORT,...[/PREFIX]",
+        help="where its durable state is kept. Several coordinators may share one etcd: one of them serves, the others "
+        "stand by and take over within 5 s. PREFIX is that of all keys (default swift)",
+    )
+    parser.add_argument(
+        "--store-ca",
+        type=Path,
+        default=os.environ.get("SWIFT_STORE_CA"),
+        metavar="FILE",
+        help="the CA of etcd's certificates (default: $SWIFT_STORE_CA); without it, etcd must be on loopback, unless "
+        "--insecure is given",
+    )
+    parser.add_argument(
+        "--store-cert",
+        type=Path,
+        default=os.environ.get("SWIFT_STORE_CERT"),
+        metavar="FILE",
+        help="its own certificate for etcd, if that wants one (default: $SWIFT_STORE_CERT)",
+    )
+    parser.add_argument(
+        "--store-key",
+        type=Path,
+        default=os.environ.get("SWIFT_STORE_KEY"),
+        metavar="FILE",
+        help="the certificate's private key, mode 0600 (default: $SWIFT_STORE_KEY)",
     )
     parser.add_argument(
         "--log-servers",
@@ -224,6 +259,39 @@ def checked_log_servers(text: str, copies: int) -> list[LogServer]:
     return [LogServer(address=address, host=host) for host, address in servers]
 
 
+STAND_BY_S = 0.25
+"""Seconds between two tries of a coordinator that stands by to take the store."""
+_STORES = ("sqlite:", "etcd://")
+
+
+def check_store(arguments: argparse.Namespace) -> None:
+    """Puts --directory and --store in one form. Raises UsageError."""
+    store, directory = arguments.store, arguments.directory
+    if (store is None) == (directory is None):
+        raise UsageError(
+            "give --directory DIR (or --store sqlite:DIR), or --store etcd://HOST:PORT,...: one of them"
+        )
+    if store is not None and not store.startswith(_STORES):
+        raise UsageError(f"--store {store}: sqlite:DIR or etcd://HOST:PORT,HOST:PORT,...")
+    if store is not None and store.startswith("sqlite:"):
+        try:
+            arguments.directory = local_directory(store.removeprefix("sqlite:"))
+        except UsageError as error:
+            raise UsageError(f"--store {store}: {error}") from None
+        arguments.store = None
+    tls = (arguments.store_ca, arguments.store_cert, arguments.store_key)
+    if arguments.store is None and any(tls) and not any(map(os.environ.get, ENV_STORE)):
+        raise UsageError("--store-ca, --store-cert and --store-key are for --store etcd://...")
+
+
+ENV_STORE = ("SWIFT_STORE_CA", "SWIFT_STORE_CERT", "SWIFT_STORE_KEY")
+
+
+def open_store(arguments: argparse.Namespace, address: Callable[[], str]) -> MetadataStore:
+    """`address`: returns where this coordinator serves. Raises UsageError."""
+    return open_directory(arguments.directory) if arguments.store is None else open_etcd(arguments, address)
+
+
 def open_directory(directory: Path) -> SqliteStore:
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -234,6 +302,39 @@ def open_directory(directory: Path) -> SqliteStore:
     return SqliteStore(directory / "coordinator.sqlite")
 
 
+def open_etcd(arguments: argparse.Namespace, address: Callable[[], str]) -> MetadataStore:
+    from swift_ft_services.coordinator.etcd_store import EtcdStore  # costs nothing where it is not used
+
+    members, _, prefix = arguments.store.removeprefix("etcd://").partition("/")
+    if not re.fullmatch("[A-Za-z0-9._/-]{0,200}", prefix):
+        raise UsageError(
+            f"--store {arguments.store}: the prefix may have letters, digits, '.', '_', '-' and '/'"
+        )
+    try:
+        credentials = Credentials(
+            ca=arguments.store_ca,
+            certificate=arguments.store_cert,
+            key=arguments.store_key,
+            insecure=arguments.insecure,
+        )
+        for member in members.split(","):
+            credentials.check(member)
+    except UsageError as error:
+        raise UsageError(f"--store: {store_flags(str(error))}") from None
+    return EtcdStore(members.split(","), prefix.strip("/") or "swift", credentials, name=address)
+
+
+def store_flags(text: str) -> str:
+    """Returns a message of `Credentials` with the flags in place of a client's variables."""
+    for variable, flag in (
+        (ENV_CA, "--store-ca"),
+        (ENV_CERTIFICATE, "--store-cert"),
+        (ENV_KEY, "--store-key"),
+    ):
+        text = text.replace(variable, flag)
+    return text.replace(f"say {ENV_INSECURE}=1", "say --insecure")
+
+
 async def hold(store: MetadataStore) -> None:
     """Takes the store before anything is read or served. Raises ServiceError if it is held elsewhere or damaged."""
     try:
@@ -242,11 +343,16 @@ async def hold(store: MetadataStore) -> None:
         raise ServiceError(f"--directory: {error}") from None
 
 
-def killer(directory: Path, die_at: str | None) -> Callable[[JobRow, m.Persist], None]:
+def killer(directory: Path | None, die_at: str | None) -> Callable[[JobRow, m.Persist], None]:
     """Returns the callback that implements --die-at."""
 
     def die(row: JobRow, persist: m.Persist) -> None:
-        if persist.entered is None or persist.entered.value != die_at or row.generation < 2:
+        if (
+            persist.entered is None
+            or persist.entered.value != die_at
+            or row.generation < 2
+            or directory is None
+        ):
             return
         try:
             os.close(os.open(directory / f"died-at-{die_at}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
@@ -260,7 +366,7 @@ def killer(directory: Path, die_at: str | None) -> Callable[[JobRow, m.Persist],
 
 def show_metrics(
     metrics: "CoordinatorMetrics",
-    driver: Driver,
+    driver: Callable[[], Driver | None],
     checks: Health,
     listen: tuple[str, int],
     arguments: argparse.Namespace,
@@ -271,12 +377,18 @@ def show_metrics(
 
     loop = asyncio.get_running_loop()
 
+    async def looked() -> Samples:
+        serving = driver()
+        return metrics.samples(()) if serving is None else await serving.look(metrics.samples)
+
     def samples() -> Samples:
-        return asyncio.run_coroutine_threadsafe(driver.look(metrics.samples), loop).result(SNAPSHOT_TIMEOUT_S)
+        return asyncio.run_coroutine_threadsafe(looked(), loop).result(SNAPSHOT_TIMEOUT_S)
 
     def problem() -> str:
         async def failure() -> str:
-            return driver.failed.result() if driver.failed.done() else checks.problem()
+            serving = driver()
+            failed = serving is not None and serving.failed.done()
+            return serving.failed.result() if serving is not None and failed else checks.problem()
 
         try:  # a loop that hangs does not answer
             return asyncio.run_coroutine_threadsafe(failure(), loop).result(SNAPSHOT_TIMEOUT_S)
@@ -288,87 +400,165 @@ def show_metrics(
     return shown.close
 
 
+class Coordinator:
+    """One coordinator: its port, and a driver for each time that it holds the store."""
+
+    def __init__(self, arguments: argparse.Namespace, caught_up: Callable[[], bool]) -> None:
+        """Raises UsageError for what the arguments say."""
+        check_store(arguments)
+        self.metrics_listen = metrics_address(arguments.metrics_listen, insecure=arguments.insecure)
+        self._arguments = arguments
+        self._caught_up = caught_up
+        self._timing = checked_timing(arguments)
+        self._log_servers = checked_log_servers(arguments.log_servers, arguments.copies)
+        self._protection = listening.protection_of(arguments, "coordinator")
+        self._address = ""
+        self.store = open_store(arguments, lambda: self._address)
+        self._takes_over = arguments.store is not None
+        """Others may hold the store before this one, and after it."""
+        if arguments.die_at and self._takes_over:
+            raise UsageError("--die-at: once per directory, so it needs --directory")
+        self._die = killer(arguments.directory, arguments.die_at)
+        if arguments.jobs_max < 1:
+            raise UsageError("--jobs-max must be at least 1")
+        self._metrics = None
+        if self.metrics_listen:  # without --metrics-listen the module is not loaded
+            from swift_ft_services.coordinator.metrics import CoordinatorMetrics
+
+            self._metrics = CoordinatorMetrics()
+        gate = self._protection.gate()
+        self._servicer = Servicer(None) if self._metrics is None else Servicer(None, self._metrics.refused)
+        gate.generation_of = self._servicer.generation_of
+        if self._metrics is not None:
+            gate.on_denied = self._metrics.refused
+        self.checks = Health(gate.shown)
+        self.checks.set(*SERVICES, serving=False)
+        self._server = grpc.aio.server(interceptors=(AsyncGate(gate),), options=SERVER_OPTIONS)
+        pb_grpc.add_CoordinatorServicer_to_server(self._servicer, self._server)
+        self._server.add_generic_rpc_handlers((self.checks.handlers(on_loop=True),))
+
+    async def serve(self, stopped: asyncio.Event) -> None:
+        """Serves until `stopped`. Raises UsageError, and ServiceError if the store fails."""
+        if not self._takes_over:
+            await hold(self.store)
+        hide = None
+        try:
+            port = listening.bind(self._server, self._protection)
+            self._address = f"{self._arguments.listen.rpartition(':')[0]}:{port}"
+            if self._takes_over:
+                await self._server.start()
+                program.announce(self._arguments, "coordinator", port, self._protection.fields())
+                await self._stand_by(stopped)
+            while not stopped.is_set():
+                driver = await self._begin()
+                if not self._takes_over:
+                    await self._server.start()
+                self.checks.set(*SERVICES, serving=True)
+                if self._metrics is not None and self.metrics_listen and hide is None:
+                    hide = show_metrics(
+                        self._metrics, self._driver, self.checks, self.metrics_listen, self._arguments
+                    )
+                if not self._takes_over:
+                    program.announce(self._arguments, "coordinator", port, self._protection.fields())
+                await self._serve_jobs(driver, stopped)
+                if not stopped.is_set():
+                    await self._stand_by(stopped)
+        finally:
+            events.emit("draining")
+            self._end()
+            await self._server.stop(grace=STOP_GRACE_S)
+            if hide is not None:
+                await asyncio.to_thread(hide)  # a scrape in progress waits for this loop
+            await self.store.close()
+            events.emit("stopped")
+
+    def _driver(self) -> Driver | None:
+        return self._servicer.driver
+
+    async def _stand_by(self, stopped: asyncio.Event) -> None:
+        """Returns once this coordinator holds the store, or `stopped` is set."""
+        told = ""
+        while not stopped.is_set():
+            try:
+                await self.store.hold()
+            except StoreHeld as held:
+                self._servicer.standing_by = f"this coordinator stands by: {held}"
+                if str(held) != told:
+                    told = str(held)
+                    events.emit("stands_by", reason=told)
+                    self._say(f"stands by: {told}")
+            except StoreConflict as conflict:  # the lease has run out while the state was read
+                self._servicer.standing_by = f"this coordinator stands by: {conflict}"
+            except StoreFailed as failure:
+                raise ServiceError(f"--store: {failure}") from None
+            else:
+                events.emit("holds_store")
+                self._say("holds the store and serves")
+                return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stopped.wait(), STAND_BY_S)
+
+    def _say(self, line: str) -> None:
+        if self._arguments.log_format == logs.TEXT:
+            print(f"coordinator {self._address} {line}", flush=True)
+
+    async def _begin(self) -> Driver:
+        """(the store is held) Loads all jobs. Raises ServiceError if the store cannot hold the state."""
+        driver = Driver(
+            self.store,
+            LogServers(self._timing.log_call_s),
+            self._timing,
+            self._log_servers,
+            copies=self._arguments.copies,
+            caught_up=self._caught_up,
+            after_durable=self._after_durable,
+            jobs_max=self._arguments.jobs_max,
+        )
+        try:
+            await driver.start()
+        except StoreFailed as error:
+            raise ServiceError(f"{self._flag}: {error}") from None
+        self._servicer.driver = driver
+        return driver
+
+    @property
+    def _flag(self) -> str:
+        return "--store" if self._takes_over else "--directory"
+
+    def _after_durable(self, row: JobRow, persist: m.Persist) -> None:
+        self._die(row, persist)
+        if self._metrics is not None:
+            self._metrics.after_durable(row, persist)
+
+    async def _serve_jobs(self, driver: Driver, stopped: asyncio.Event) -> None:
+        """Returns once `stopped` is set, or another coordinator may hold the store. Raises ServiceError."""
+        try:
+            await until_stopped(self._server, driver, stopped)
+        except ServiceError:
+            if not self._takes_over or stopped.is_set() or not self._is_lost():
+                raise
+            self._end()
+
+    def _is_lost(self) -> bool:
+        try:
+            self.store.holds()
+        except StoreConflict:
+            return True
+        return False
+
+    def _end(self) -> None:
+        self.checks.set(*SERVICES, serving=False)
+        driver, self._servicer.driver = self._servicer.driver, None
+        if driver is not None:
+            driver.stop()
+
+
 async def serve(arguments: argparse.Namespace, caught_up: Callable[[], bool]) -> None:
     """Serves until SIGTERM. Raises UsageError for what the arguments say, ServiceError if the store fails."""
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     program.take_signals(lambda: loop.call_soon_threadsafe(stopped.set))
-    listen = metrics_address(arguments.metrics_listen, insecure=arguments.insecure)
-    timing = checked_timing(arguments)
-    log_servers = checked_log_servers(arguments.log_servers, arguments.copies)
-    protection = listening.protection_of(arguments, "coordinator")
-    gate = protection.gate()
-    store = open_directory(arguments.directory)
-    die = killer(arguments.directory, arguments.die_at)
-    if arguments.jobs_max < 1:
-        raise UsageError("--jobs-max must be at least 1")
-    metrics = None
-    if listen:  # without --metrics-listen the module is not loaded
-        from swift_ft_services.coordinator.metrics import CoordinatorMetrics
-
-        metrics = CoordinatorMetrics()
-
-    def after_durable(row: JobRow, persist: m.Persist) -> None:
-        die(row, persist)
-        if metrics is not None:
-            metrics.after_durable(row, persist)
-
-    driver = Driver(
-        store,
-        LogServers(timing.log_call_s),
-        timing,
-        log_servers,
-        copies=arguments.copies,
-        caught_up=caught_up,
-        after_durable=after_durable,
-        jobs_max=arguments.jobs_max,
-    )
-    gate.generation_of = driver.generation_of
-    if metrics is None:
-        servicer = Servicer(driver)
-    else:
-        servicer = Servicer(driver, metrics.refused)
-        gate.on_denied = metrics.refused
-    await hold(store)
-    server = grpc.aio.server(interceptors=(AsyncGate(gate),), options=SERVER_OPTIONS)
-    checks = Health(gate.shown)
-    hide = None
-    try:
-        port = await started(server, driver, servicer, checks, protection)
-        if metrics is not None and listen:
-            hide = show_metrics(metrics, driver, checks, listen, arguments)
-        program.announce(arguments, "coordinator", port, protection.fields())
-        await until_stopped(server, driver, stopped)
-    finally:
-        events.emit("draining")
-        checks.set(*SERVICES, serving=False)
-        driver.stop()
-        await server.stop(grace=STOP_GRACE_S)
-        if hide is not None:
-            await asyncio.to_thread(hide)  # a scrape in progress waits for this loop
-        await store.close()
-        events.emit("stopped")
-
-
-async def started(
-    server: grpc.aio.Server,
-    driver: Driver,
-    servicer: Servicer,
-    checks: Health,
-    protection: Protection,
-) -> int:
-    """Starts services and jobs. Returns the port. Raises ServiceError if the directory cannot hold the state."""
-    pb_grpc.add_CoordinatorServicer_to_server(servicer, server)
-    server.add_generic_rpc_handlers((checks.handlers(on_loop=True),))
-    checks.set(*SERVICES, serving=False)
-    port = listening.bind(server, protection)
-    try:
-        await driver.start()
-    except StoreFailed as error:
-        raise ServiceError(f"--directory: {error}") from None
-    await server.start()
-    checks.set(*SERVICES, serving=True)
-    return port
+    await Coordinator(arguments, caught_up).serve(stopped)
 
 
 async def until_stopped(server: grpc.aio.Server, driver: Driver, stopped: asyncio.Event) -> None:

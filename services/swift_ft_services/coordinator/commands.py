@@ -53,8 +53,12 @@ class Join:
     """Job whose checkpoint this job is to begin with; empty: not specified."""
     from_version: int | None = None
     """Version of that checkpoint; None: the newest."""
+    found: pb.Found | None = None
+    """Complete checkpoints of this job that the sender has found."""
+    adopts: bool = False
+    """True if the job begins with the newest of them, if it is not known here."""
     origin: Origin | None = None
-    """The checkpoint that `from_job` and `from_version` resolve to; set by the driver."""
+    """The checkpoint that `from_job` and `from_version`, or `found`, resolve to; set by the driver."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -33,7 +33,7 @@ from swift_ft_services.coordinator.commands import Refusal, Refused
 from swift_ft_services.coordinator.communicators import job_class
 from swift_ft_services.coordinator.job import Job
 from swift_ft_services.coordinator.job_record import ROOT, JobRow, LogServer, by_job, decode, key_of, row_key
-from swift_ft_services.coordinator.log_calls import LogServers, Questions, Unavailable
+from swift_ft_services.coordinator.log_calls import LogServers, Questions, Unavailable, Unsure
 from swift_ft_services.coordinator.restarts import starts_again
 from swift_ft_services.coordinator.store import MetadataStore, StoreConflict, Stored, StoreFailed, Transaction
 from swift_ft_services.coordinator.text import waiting_for
@@ -656,7 +656,7 @@ class Driver:
         """Returns whether the inbox was empty at some moment since the last call."""
         self._after_durable = after_durable
         self._jobs_max = jobs_max
-        self._questions = Questions(logs, self.apply, self._spoil)
+        self._questions = Questions(logs, self._apply_once_sure, self._spoil)
         self._jobs: dict[str, Job] = {}
         self._revisions: dict[str, int] = {}
         """Job -> store revision of its part `row`, which is written with any other part."""
@@ -685,7 +685,7 @@ class Driver:
         StoreFailed, and UsageError if the log servers do not match a job's."""
         for name, parts in by_job(await self._store.read(ROOT)).items():
             self._load(name, parts)
-        await self._in_turn(lambda: None)
+        await self._enqueue(lambda: None)
 
     def _load(self, name: str, parts: Mapping[str, Stored]) -> None:
         """Resumes the job that these parts store, or quarantines it. Raises UsageError as `_relocated`."""
@@ -805,6 +805,8 @@ class Driver:
                 other = self._jobs.get(origin) if may_see(origin) else None
                 chosen = restarts.chosen(name, origin, None if other is None else other.row, join)
                 join = replace(join, origin=chosen)
+            elif job is None or not job.row.checkpoints:
+                join = replace(join, origin=restarts.adopted(name, None if job is None else job.row, join))
         if job is None:
             kind = job_class(join.config)
             job = kind.create(name, self._log_servers, join, self.timing, self._clock(), self._copies)
@@ -823,6 +825,14 @@ class Driver:
             return job
 
         return await self._in_turn(work)
+
+    async def _apply_once_sure(self, name: str, command: m.Command) -> Job:
+        """As `apply`, for answers of log servers, which nobody repeats: waits for the store."""
+        while True:
+            try:
+                return await self.apply(name, command)
+            except Unsure:
+                await asyncio.sleep(self.timing.tick_s)
 
     async def status(self, name: str, *, with_history: bool = False) -> pb.StatusReply:
         """Returns the job's status. Runs in a turn, so that it shows only durable state."""
@@ -850,7 +860,8 @@ class Driver:
 
     def sharing(self, name: str, asked: pb.ShareRequest) -> Sharing | None:
         """Returns the shared keys of that generation; None if it is over. A caller without incarnation (a spare) may
-        only read. Raises Refusal, NoSuchJob."""
+        only read. Raises Refusal, NoSuchJob, Unavailable."""
+        self._check_holds()
         job = self._job(name)
         only_reads = not (asked.changes or asked.incarnation)
         other = asked.generation != job.row.generation
@@ -863,7 +874,8 @@ class Driver:
         return sharing
 
     def meet(self, name: str, request: pb.MeetRequest) -> pb.MeetReply:
-        """Answers a launcher without a node rank. Raises Refusal, TooMany."""
+        """Answers a launcher without a node rank. Raises Refusal, TooMany, Unavailable."""
+        self._check_holds()
         job = self._jobs.get(name)
         if name not in self._meetings and len(self._meetings) >= self._jobs_max:
             raise TooMany(f"machines of {self._jobs_max} jobs are here: no more (--jobs-max)")
@@ -889,7 +901,7 @@ class Driver:
 
     async def _in_turn(self, work: Callable[[], T]) -> T:
         """Runs `work` in a turn. Returns its result, or raises its error, once all its changes are durable."""
-        self._check_up()
+        self._check_holds()
         return await self._enqueue(work)
 
     def _enqueue(self, work: Callable[[], T]) -> asyncio.Future[T]:
@@ -904,6 +916,17 @@ class Driver:
             raise Unavailable(self.failed.result())
         if self._stopping:
             raise Unavailable(STOPS)
+
+    def _check_holds(self) -> None:
+        """(before a decision) Raises Unavailable unless it is certain that no other coordinator decides."""
+        self._check_up()
+        try:
+            holds = self._store.holds()
+        except StoreConflict as error:
+            self._fail(str(error))
+            raise Unavailable(str(error)) from None
+        if not holds:
+            raise Unsure("the coordinator's store does not answer")
 
     async def _take_turns(self) -> None:
         try:
@@ -980,7 +1003,7 @@ class Driver:
     def _step(self, job: Job, command: m.Command) -> None:
         """(in a turn) Applies a command. Raises Refusal, or _Error if the core raised an error: the job is then
         reverted."""
-        self._check_up()
+        self._check_holds()
         name = job.row.job
         self._touched.add(name)
         if name in self._spoilt:

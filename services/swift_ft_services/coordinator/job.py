@@ -63,6 +63,7 @@ from swift_ft_services.coordinator.planning import (
     stages_problem,
 )
 from swift_ft_services.coordinator.restarts import (
+    adopted_words,
     begin_again,
     begin_at_checkpoint,
     check_origin,
@@ -71,6 +72,7 @@ from swift_ft_services.coordinator.restarts import (
     note_run,
     note_stop,
     starts_again,
+    step_back,
 )
 from swift_ft_services.coordinator.text import exit_words, plan_fields, report_fields, versions_words
 from swift_ft_services.coordinator.timeouts import Timing
@@ -359,6 +361,10 @@ class Job(Transitions):
         begin_at_checkpoint(row, join.origin)
         return cls(row, timing, now, log_servers)
 
+    @property
+    def heartbeat_interval_s(self) -> float:
+        return self._timing.interval_s(self.row.wanted)
+
     def step(self, command: m.Command, now: float) -> list[Effect]:
         """Returns the effects of a command. Raises Refusal if it is rejected; then the row is unchanged."""
         effects = self._take(command, now)
@@ -587,6 +593,10 @@ class Job(Transitions):
         rank = refuse.rank
         refused = self._event("refused", rank=rank, reason=refuse.reason)
         if row.state is State.FORMING:
+            if step_back(row):
+                assert row.origin is not None
+                reason = f"{adopted_words(row.origin)}; rank {rank} refused a newer one: {refuse.reason}"
+                return [refused, *self.become_forming({}, reason)]
             reason = f"rank {rank} refused, before the job was formed: {refuse.reason}"
             return [refused, *self.become_failed(reason)]
         if refuse.differs:

@@ -158,12 +158,18 @@ class RankLogs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """A checkpoint of another job, from which this job begins."""
+    """A checkpoint from which this job begins: of another job, or its own, from before its coordinator was lost."""
 
     job: str
     version: int
     inexact: str = ""
     """Reason why it differs from a run without failures; empty if it does not."""
+    older: tuple[int, ...] = ()
+    """(its own) Older complete versions, ascending, for the case that this one cannot be loaded."""
+    generation: int = 0
+    """(its own) Generation before the first one with it: no earlier process has acted in a newer one."""
+    place: str = ""
+    """(its own) The directory that has it, for people."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -147,6 +147,10 @@ class Unavailable(Exception):
     """This coordinator is stopping, and another one will answer; or a job reverts to its durable state."""
 
 
+class Unsure(Unavailable):
+    """This coordinator's store does not answer, and another one may hold it by now; or it answers again soon."""
+
+
 class _Overtaken(Exception):
     """The answer is no longer needed: a newer generation asks again, or the job is over."""
 

@@ -14,8 +14,9 @@ last version, with as many more steps as its trainer asks for.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.planner import Refusals
-from swift_ft.rpc.views import STARTED_AGAIN
+from swift_ft.rpc.views import ADOPTED, STARTED_AGAIN
 from swift_ft_services.coordinator import commands as m
 from swift_ft_services.coordinator import planning
 from swift_ft_services.coordinator.commands import Refusal, Refused
@@ -104,7 +105,9 @@ def begin_again(row: JobRow, join: m.Join, log_servers: Sequence[LogServer]) -> 
         if before.get(key) != now.get(key) and key not in CHANGE_NO_BITS
     ]
     ended = ended_words(row)
-    at = f"at version {max(row.checkpoints)}" if row.checkpoints else "from its beginning"
+    own = row.origin.version if row.origin is not None and row.origin.job == row.job else 0
+    begins = max(row.checkpoints, default=own)
+    at = f"at version {begins}" if begins else "from its beginning"
     if row.checkpoints and changed and row.inexact_since is None:
         row.inexact_since, row.inexact_reason = max(row.checkpoints), f"started again: {'; '.join(changed)}"
     row.config, row.fingerprint = dict(join.config), dict(join.fingerprint)
@@ -154,7 +157,7 @@ def wanted(row: JobRow | None, join: m.Join) -> str:
         return join.from_job
     if row.checkpoints:
         return ""
-    return join.from_job or (row.origin.job if row.origin is not None else "")
+    return join.from_job or (row.origin.job if row.origin is not None and row.origin.job != row.job else "")
 
 
 def chosen(name: str, other_name: str, other: JobRow | None, join: m.Join) -> Origin:
@@ -185,13 +188,86 @@ def chosen(name: str, other_name: str, other: JobRow | None, join: m.Join) -> Or
     return Origin(job=other_name, version=version, inexact=other.inexact_reason if inexact else "")
 
 
+# A job whose own checkpoints are there, and that the coordinator does not know: its state was lost.
+#
+# ::
+#
+#     (every rank)  marks of complete checkpoints (`swift_ft.state.complete_mark`), in its Join as `Found`
+#     (launcher)    --from-checkpoints DIR: `Join.adopts`. Without it such a job is refused, never begun at version 0
+#     (driver)      `adopted`: the origin is the job itself. It begins in a generation above all that there ever were,
+#                   with emptied logs; then as from another job's checkpoint
+#     (a rank)      cannot load it: Refuse; `step_back` takes the next older one
+
+EPOCH = 1000
+"""An adopted job begins at a generation above the next multiple of this: older processes may have acted in a few
+generations of which no checkpoint tells."""
+
+
+def adopted(name: str, row: JobRow | None, join: m.Join) -> Origin | None:
+    """Returns the checkpoint of its own with which a job without checkpoints here begins; None: there is none. `row`:
+    None if the job is not known. Raises Refusal if it may not begin with it, or there is none and it should."""
+    found, before = join.found, None if row is None else row.origin
+    if found is None or not found.versions:
+        if before is not None and before.job == name:
+            return before
+        if join.adopts and not join.from_job:
+            why = found.problem if found is not None and found.problem else "none is complete"
+            raise _refusal(f"--from-checkpoints: there is no checkpoint of job {name} to go on from: {why}")
+        return None
+    newest, place = found.versions[-1], found.place
+    if not join.adopts and not (before is not None and before.job == name):
+        raise _refusal(
+            f"this coordinator does not know job {name}, and {place} has its checkpoint of step {newest}: to go on "
+            f"there say --from-checkpoints {place}, to begin at step 0 give the job another name"
+        )
+    if unlike := _unlike(found, join):
+        what, theirs, ours = unlike
+        raise _refusal(
+            f"--from-checkpoints: the checkpoints in {place} are of {what} {theirs}, job {name} has {ours}: make them "
+            "equal"
+        )
+    since = found.inexact_since if found.HasField("inexact_since") else None
+    generation = max(found.generation, 0 if row is None else row.generation)
+    return Origin(
+        job=name,
+        version=newest,
+        inexact=found.inexact_reason or "it was not exact" if since is not None else "",
+        older=tuple(found.versions[:-1]),
+        generation=(generation // EPOCH + 1) * EPOCH,
+        place=place,
+    )
+
+
+def adopted_words(origin: Origin) -> str:
+    return (
+        f"{ADOPTED} from {origin.place}: job {origin.job} goes on at step {origin.version}, with its checkpoint there, "
+        "and its log begins anew"
+    )
+
+
+def step_back(row: JobRow) -> bool:
+    """(FORMING) Takes the next older checkpoint in place of the adopted one, which cannot be loaded. Returns whether
+    there is one."""
+    origin = row.origin
+    if origin is None or origin.job != row.job or not origin.older:
+        return False
+    row.origin = replace(origin, version=origin.older[-1], older=origin.older[:-1])
+    row.inexact_since = None if row.inexact_since is None else row.origin.version
+    return True
+
+
 def begin_at_checkpoint(row: JobRow, origin: Origin | None) -> None:
     """(a job without a checkpoint of its own begins) Begins from `origin`, or at version 0 if it is None."""
     row.origin = origin
     row.inexact_since, row.inexact_reason = None, ""
+    if origin is not None and origin.job == row.job:
+        row.generation = max(row.generation, origin.generation + 1)
+        row.reason = adopted_words(origin)
+        row.log_servers = [replace(server, fresh=True) for server in row.log_servers]
     if origin is not None and origin.inexact:
         row.inexact_since = origin.version
-        row.inexact_reason = f"job {origin.job}, with whose checkpoint it began: {origin.inexact}"
+        whose = "" if origin.job == row.job else f"job {origin.job}, with whose checkpoint it began: "
+        row.inexact_reason = f"{whose}{origin.inexact}"
 
 
 def check_origin(row: JobRow, join: m.Join) -> None:
@@ -212,7 +288,9 @@ def check_origin(row: JobRow, join: m.Join) -> None:
     )
 
 
-def _unlike(row: JobRow, join: m.Join, more: Mapping[str, str] | None = None) -> tuple[str, str, str] | None:
+def _unlike(
+    row: JobRow | pb.Found, join: m.Join, more: Mapping[str, str] | None = None
+) -> tuple[str, str, str] | None:
     """Returns the first lasting setting, also of `more`, that differs: its name and values in `row` and `join`."""
     wanted = [("world size", str(row.world_size), str(join.world_size))]
     usual = {**LASTING, **(more or {})}

@@ -18,7 +18,7 @@ from swift_ft_services.coordinator import commands as m
 from swift_ft_services.coordinator.commands import Refusal, Refused, number_problem
 from swift_ft_services.coordinator.driver import Driver, JobApart, NoSuchJob, TooMany
 from swift_ft_services.coordinator.job import Job
-from swift_ft_services.coordinator.log_calls import Unavailable, check_address
+from swift_ft_services.coordinator.log_calls import Unavailable, Unsure, check_address
 from swift_ft_services.interceptors import visit_of
 
 # View updates for watchers: each is built once for all that know the same View.
@@ -73,6 +73,9 @@ TEXTS = {
     "unfit": LONGEST_REASON,
     "run": LONGEST_ID,
     "label": LONGEST_ID,
+    "place": LONGEST_REASON,
+    "problem": LONGEST_REASON,
+    "inexact_reason": LONGEST_REASON,
 }
 """Field that is shown to people -> the most characters of it that are kept."""
 SHARE_WAIT_S_MAX = 2.0
@@ -93,6 +96,7 @@ FAILURES: Mapping[type[Exception], tuple[grpc.StatusCode, str]] = {
     JobApart: (grpc.StatusCode.DATA_LOSS, Reason.APART.value),
     TooMany: (grpc.StatusCode.RESOURCE_EXHAUSTED, Reason.LIMIT.value),
     Unavailable: (grpc.StatusCode.UNAVAILABLE, "unavailable"),
+    Unsure: (grpc.StatusCode.UNAVAILABLE, "unavailable"),
 }
 """What the driver raises -> the status of the call, and the reason that is counted."""
 REFUSED: tuple[type[Exception], ...] = (Refusal, *FAILURES)
@@ -104,14 +108,28 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class Servicer(pb_grpc.CoordinatorServicer):
     """The gRPC servicer. It contains no decisions: all are made in the core."""
 
-    def __init__(self, driver: Driver, refused: Callable[[str], None] = lambda reason: None) -> None:
-        """`refused(reason)` is called for every call that is refused."""
-        self._driver = driver
+    def __init__(self, driver: Driver | None, refused: Callable[[str], None] = lambda reason: None) -> None:
+        """`driver`: None while another coordinator holds the store. `refused(reason)` is called for every call that is
+        refused."""
+        self.driver = driver
+        self.standing_by = "this coordinator does not serve yet"
+        """Why there is no driver."""
         self._refused = refused
         self._updates = Updates()
 
+    @property
+    def _driver(self) -> Driver:
+        """Raises Unavailable while another coordinator holds the store."""
+        if self.driver is None:
+            raise Unavailable(self.standing_by)
+        return self.driver
+
+    def generation_of(self, job: str) -> int:
+        return 0 if self.driver is None else self.driver.generation_of(job)
+
     async def Join(self, request: pb.JoinRequest, context: Context) -> pb.JoinReply:
         member = request.member
+        _make_presentable(request.found)
         join = m.Join(
             rank=member.rank,
             incarnation=member.incarnation,
@@ -123,6 +141,8 @@ class Servicer(pb_grpc.CoordinatorServicer):
             run=_said(request.run, LONGEST_ID),
             from_job=request.from_job,
             from_version=request.from_version if request.HasField("from_version") else None,
+            found=request.found if request.HasField("found") else None,
+            adopts=request.adopts,
         )
         wrong = "" if member.incarnation else "a member needs an incarnation"
         if not 0 < request.world_size <= WORLD_SIZE_MAX:
@@ -140,7 +160,10 @@ class Servicer(pb_grpc.CoordinatorServicer):
         await self._check_apart(context, request.job)
         rank = request.rank if request.HasField("rank") else None
         known: pb.View | None = None
-        async for view in self._driver.views(request.job):
+        driver = self.driver
+        if driver is None:
+            await self._abort(context, Unavailable(self.standing_by))
+        async for view in driver.views(request.job):
             update = self._updates.to(view, known, rank)
             known = view
             yield update
@@ -150,8 +173,7 @@ class Servicer(pb_grpc.CoordinatorServicer):
         if not 0.0 <= request.replay.seconds_left < math.inf:
             request.replay.ClearField("seconds_left")
         job = await self._applied(context, request, request)
-        interval_s = self._driver.timing.interval_s(job.row.wanted)
-        return pb.HeartbeatReply(generation=job.row.generation, interval_s=interval_s)
+        return pb.HeartbeatReply(generation=job.row.generation, interval_s=job.heartbeat_interval_s)
 
     async def _take(self, request: m.Request, context: Context) -> pb.Ack:
         await self._applied(context, request, request)
@@ -205,7 +227,7 @@ class Servicer(pb_grpc.CoordinatorServicer):
             context, request.job, lambda: self._driver.sharing(request.job, request)
         )
         if sharing is None:
-            return pb.ShareReply(generation=self._driver.generation_of(request.job))
+            return pb.ShareReply(generation=self.generation_of(request.job))
         if request.epoch not in (0, sharing.epoch):
             return pb.ShareReply(generation=sharing.generation, epoch=sharing.epoch)
         after: list[pb.Shared] = []
@@ -218,7 +240,7 @@ class Servicer(pb_grpc.CoordinatorServicer):
         if request.wait_s > 0:
             await sharing.wait(request.until, min(request.wait_s, SHARE_WAIT_S_MAX))
         if not sharing.is_in(request.generation):
-            return pb.ShareReply(generation=self._driver.generation_of(request.job))
+            return pb.ShareReply(generation=self.generation_of(request.job))
         news, revision, more = sharing.news(request.seen)
         return pb.ShareReply(
             generation=sharing.generation,
@@ -263,8 +285,8 @@ class Servicer(pb_grpc.CoordinatorServicer):
     async def _check_apart(self, context: Context, job: str) -> None:
         try:
             self._driver.apart.check(job)
-        except JobApart as apart:
-            await self._abort(context, apart)
+        except (JobApart, Unavailable) as problem:
+            await self._abort(context, problem)
 
     async def _abort_invalid(self, context: Context, wrong: str) -> NoReturn:
         await self._abort(context, Refusal(Refused.INVALID, wrong[:LONGEST_REASON]))

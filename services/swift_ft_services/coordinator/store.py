@@ -5,6 +5,7 @@
     (a coordinator)  hold     takes the store exclusively, or is refused
                      read     once at the start: from then on its memory is ahead of the store
                      commit   the changes, on the condition that no other process has changed the same rows
+                     holds    before anything is answered
                      close
 
 There is no watch: only the holder of the store changes it.
@@ -76,9 +77,13 @@ class MetadataStore(Protocol):
     async def hold(self) -> None:
         """Takes the store exclusively until it is closed or this process ends. Raises StoreHeld if it is held.
 
-        An implementation may use a lease that can be lost while its holder lives, and need not report the loss: the
-        next holder writes, and then `commit` raises StoreConflict here.
+        An implementation may use a lease that can be lost while its holder lives: see `holds`.
         """
+        ...
+
+    def holds(self) -> bool:
+        """Returns whether no other process can hold the store now; False while that is not certain. Raises
+        StoreConflict once this holder has lost it for good."""
         ...
 
     async def read(self, prefix: str = "") -> dict[str, Stored]:
@@ -161,6 +166,9 @@ class SqliteStore:
     async def hold(self) -> None:
         """As `MetadataStore.hold`. A damaged or older database is left unchanged: StoreFailed."""
         await self._in_thread(self._hold)
+
+    def holds(self) -> bool:
+        return True
 
     async def read(self, prefix: str = "") -> dict[str, Stored]:
         return await self._in_thread(lambda: self._read(prefix))

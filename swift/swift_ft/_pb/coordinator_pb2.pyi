@@ -994,6 +994,8 @@ class JoinRequest(_message.Message):
     RUN_FIELD_NUMBER: _builtins.int
     FROM_JOB_FIELD_NUMBER: _builtins.int
     FROM_VERSION_FIELD_NUMBER: _builtins.int
+    FOUND_FIELD_NUMBER: _builtins.int
+    ADOPTS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     world_size: _builtins.int
     run: _builtins.str
@@ -1004,6 +1006,7 @@ class JoinRequest(_message.Message):
     job has begun otherwise.
     """
     from_version: _builtins.int
+    adopts: _builtins.bool
     @_builtins.property
     def member(self) -> Global___Member: ...
     @_builtins.property
@@ -1013,6 +1016,13 @@ class JoinRequest(_message.Message):
     @_builtins.property
     def fingerprint(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Determinism: threads, cpu_capability, torch, ...; compared value by value."""
+
+    @_builtins.property
+    def found(self) -> Global___Found:
+        """Complete checkpoints of this job that the sender has found, and whether a job without checkpoints begins with the
+        newest of them (View.from_job is the job itself). FAILED_PRECONDITION: it has none, and there are some but `adopts`
+        was not said; or `adopts` was said, and there are none, or they are of other ranks.
+        """
 
     def __init__(
         self,
@@ -1025,16 +1035,89 @@ class JoinRequest(_message.Message):
         run: _builtins.str = ...,
         from_job: _builtins.str = ...,
         from_version: _builtins.int | None = ...,
+        found: Global___Found | None = ...,
+        adopts: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_from_version", b"_from_version", "from_version", b"from_version", "member", b"member"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_from_version", b"_from_version", "found", b"found", "from_version", b"from_version", "member", b"member"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_from_version", b"_from_version", "config", b"config", "fingerprint", b"fingerprint", "from_job", b"from_job", "from_version", b"from_version", "job", b"job", "member", b"member", "run", b"run", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_from_version", b"_from_version", "adopts", b"adopts", "config", b"config", "fingerprint", b"fingerprint", "found", b"found", "from_job", b"from_job", "from_version", b"from_version", "job", b"job", "member", b"member", "run", b"run", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__from_version: _TypeAlias = _typing.Literal["from_version"]  # noqa: Y015
     _WhichOneofArgType__from_version: _TypeAlias = _typing.Literal["_from_version", b"_from_version"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__from_version) -> _WhichOneofReturnType__from_version | None: ...
 
 Global___JoinRequest: _TypeAlias = JoinRequest  # noqa: Y015
+
+@_typing.final
+class Found(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class ConfigEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    VERSIONS_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    WORLD_SIZE_FIELD_NUMBER: _builtins.int
+    CONFIG_FIELD_NUMBER: _builtins.int
+    INEXACT_SINCE_FIELD_NUMBER: _builtins.int
+    INEXACT_REASON_FIELD_NUMBER: _builtins.int
+    PLACE_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    generation: _builtins.int
+    """no older process of the job has acted in a newer one, as far as is known"""
+    world_size: _builtins.int
+    inexact_since: _builtins.int
+    inexact_reason: _builtins.str
+    place: _builtins.str
+    """the directory, for people"""
+    problem: _builtins.str
+    """why there is no other; for people"""
+    @_builtins.property
+    def versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """ascending"""
+
+    @_builtins.property
+    def config(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """replicas, shards, ...: what their parts depend on"""
+
+    def __init__(
+        self,
+        *,
+        versions: _abc.Iterable[_builtins.int] | None = ...,
+        generation: _builtins.int = ...,
+        world_size: _builtins.int = ...,
+        config: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        inexact_since: _builtins.int | None = ...,
+        inexact_reason: _builtins.str = ...,
+        place: _builtins.str = ...,
+        problem: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_inexact_since", b"_inexact_since", "inexact_since", b"inexact_since"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_inexact_since", b"_inexact_since", "config", b"config", "generation", b"generation", "inexact_reason", b"inexact_reason", "inexact_since", b"inexact_since", "place", b"place", "problem", b"problem", "versions", b"versions", "world_size", b"world_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__inexact_since: _TypeAlias = _typing.Literal["inexact_since"]  # noqa: Y015
+    _WhichOneofArgType__inexact_since: _TypeAlias = _typing.Literal["_inexact_since", b"_inexact_since"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__inexact_since) -> _WhichOneofReturnType__inexact_since | None: ...
+
+Global___Found: _TypeAlias = Found  # noqa: Y015
 
 @_typing.final
 class JoinReply(_message.Message):

@@ -54,7 +54,15 @@ from swift_ft.launch.together import Together
 from swift_ft.launch.worker import Program
 from swift_ft.log.memory import available_memory
 from swift_ft.rpc.codec import of_view
-from swift_ft.rpc.views import OVER, STARTED_AGAIN, end_words, has_left_forming, inexact_words, state_name
+from swift_ft.rpc.views import (
+    ADOPTED,
+    OVER,
+    STARTED_AGAIN,
+    end_words,
+    has_left_forming,
+    inexact_words,
+    state_name,
+)
 from swift_ft.text import listed
 from swift_ft.text import tell as say
 
@@ -73,7 +81,11 @@ class Told:
     One line for each plan. Views may be skipped.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, adopts: bool = False) -> None:
+        """`adopts`: --from-checkpoints was given."""
+        self._adopts = adopts
+        self._adopted_in = 0
+        """The newest generation in which the job began with checkpoints of its own."""
         self._generation = 0
         self._ran = 0
         """The newest generation that was seen to run."""
@@ -85,7 +97,16 @@ class Told:
 
     def of(self, view: pb.View, mine: Collection[int] = ()) -> list[str]:
         """Returns what is new in this View. `mine`: the ranks of this machine."""
-        return [*self._losses(view, mine), *self._plans(view), *self._goes_on(view)]
+        return [*self._begins(view), *self._losses(view, mine), *self._plans(view), *self._goes_on(view)]
+
+    def _begins(self, view: pb.View) -> list[str]:
+        asked, self._adopts = self._adopts, False
+        if view.reason.startswith(ADOPTED):
+            known, self._adopted_in = self._adopted_in == view.generation, view.generation
+            return [] if known else [view.reason]
+        if not asked:
+            return []
+        return [f"the coordinator knows job {view.job} and its checkpoints: --from-checkpoints is not needed"]
 
     def _losses(self, view: pb.View, mine: Collection[int]) -> list[str]:
         before, self._members = self._members, {member.rank: member for member in view.members}
@@ -431,7 +452,7 @@ class ReplacingAgent:
         self._together: Together | None = None
         """(one of several machines) The others, until it is known that there is a session."""
         self._looked_at: pb.View | None = None
-        self._told = Told()
+        self._told = Told(bool(job.from_checkpoints))
         self._memory_kills = MemoryKills(events.now())
         self._last_death: tuple[float, int] | None = None
         """Time and generation of the newest death whose recovery is not over."""

@@ -38,6 +38,7 @@ from swift_ft.text import (
     ENV_SPARES,
     LAUNCHER_SETTINGS,
     NAME_PATTERN,
+    scheme_of,
     tell,
     whole_number,
 )
@@ -223,7 +224,8 @@ def make_plan(argv: Sequence[str]) -> LaunchPlan:
         raise UsageError(f"run: --node-rank {args.node_rank}: 0 to {nodes[1] - 1}")
     name = args.job or job_name(args.rdzv_id)
     standalone = Standalone.of(name) if args.standalone else None
-    checkpoints = args.checkpoint_dir or (standalone and standalone.checkpoints)
+    adopted = checkpoint_place(args.from_checkpoints) if args.from_checkpoints else ""
+    checkpoints = args.checkpoint_dir or (standalone and standalone.checkpoints) or _home_of(adopted, name)
     nproc = ranks_of(args.nproc_per_node)
     config = LaunchSettings(
         nproc_per_node=nproc,
@@ -262,6 +264,7 @@ def make_plan(argv: Sequence[str]) -> LaunchPlan:
         retry_exceptions=args.retry_exceptions,
         from_job=args.from_job or "",
         from_version=args.from_version,
+        from_checkpoints=adopted,
     )
     _check_preload([args.preload_only or "", *args.preload], job.sys_path0())
     if args.coordinator:
@@ -359,7 +362,20 @@ def _check_preload(lists: Iterable[str], path0: str) -> None:
             raise UsageError(f"run: --preload {name}: there is no such module")
 
 
+def _home_of(checkpoints: str, job: str) -> str:
+    """Returns the directory of --checkpoint-dir that `checkpoints` is, or is the job's own folder in."""
+    return checkpoints.removesuffix(f"/{job}")
+
+
 def _check_origin(args: argparse.Namespace) -> None:
+    adopted = args.from_checkpoints
+    if adopted and not scheme_of(adopted) and not os.path.isdir(adopted):
+        raise UsageError(f"run: --from-checkpoints {args.from_checkpoints}: there is no such directory")
+    if args.from_checkpoints and args.from_job:
+        raise UsageError(
+            "run: --from-checkpoints goes on with this job's own checkpoints, --from-job begins with another one's: "
+            "leave one of the two flags out"
+        )
     if args.from_version is not None and not args.from_job:
         raise UsageError(f"run: --from-version {args.from_version}: name the job as well, with --from-job")
     if args.from_version is not None and args.from_version < 0:

@@ -222,6 +222,14 @@ def _add_checkpoints(group: _Group) -> None:
         help="With --from-job: begin with the checkpoint of this version instead of the newest.",
     )
     group.add(
+        "--from-checkpoints",
+        type=argument(checkpoint_place),
+        metavar="DIR",
+        help="If the coordinator does not know the job, because its state was lost: go on at the newest complete "
+        "checkpoint of the job in this directory (or s3://…), that of an earlier --checkpoint-dir."
+        " See docs/operation.md.",
+    )
+    group.add(
         "--sigterm-checkpoint-s",
         type=float,
         default=LAST_CHECKPOINT_S_DEFAULT,

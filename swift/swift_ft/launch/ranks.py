@@ -77,6 +77,8 @@ class RankProgram:
     """The job with whose checkpoint this one begins; empty: no checkpoint."""
     from_version: int | None = None
     """The version of that checkpoint; None: the newest."""
+    from_checkpoints: str = ""
+    """The directory of the job's checkpoints, to go on from if the coordinator does not know the job."""
 
     def sys_path0(self) -> str:
         """Returns the first entry of sys.path under `python SCRIPT` or `python -m MODULE`."""
@@ -189,6 +191,8 @@ def rank_env(
     }
     if job.from_job:
         env["SWIFT_FROM_JOB"] = job.from_job
+    if job.from_checkpoints:
+        env["SWIFT_FROM_CHECKPOINTS"] = job.from_checkpoints
     if job.from_version is not None:
         env["SWIFT_FROM_VERSION"] = str(job.from_version)
     return env

@@ -19,6 +19,8 @@ OVER = (pb.FINISHED, pb.FAILED, pb.STOPPED)
 """States in which a job's ranks and log servers are no longer monitored."""
 STARTED_AGAIN = "started again"
 """First words of the `reason` of a job that was over and has been started again."""
+ADOPTED = "adopted"
+"""First word of the `reason` of a job that begins with its own checkpoints, which its coordinator did not know."""
 
 
 def state_name(state: int) -> str:

@@ -5,6 +5,7 @@ Both have the same names and bytes: ``v<version>/rank<r>/g<generation>-<process>
 object store its tensors are uploaded first; its index is put last, only where there is none, and makes it whole.
 """
 
+import errno
 import os
 import secrets
 import shutil
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from swift_ft.errors import ServiceError
-from swift_ft.files import make_directory, open_regular, sync_directory
+from swift_ft.files import make_directory, open_regular, read_regular, sync_directory, write_whole
 from swift_ft.objects import Entry, Objects
 from swift_ft.state.checkpoint_file import INDEX, Opened, Sink, Source
 from swift_ft.text import generation_of, rank_of, scheme_of, version_folder, version_of
@@ -36,6 +37,11 @@ class Shard:
     @property
     def generation(self) -> int:
         return generation_of(self.name) or 0
+
+
+MARK = "complete.json"
+"""Beside the ranks' folders in a version's: the mark of a complete version (`swift_ft.state.complete_mark`)."""
+MARK_BYTES_MAX = 1 << 16
 
 
 def shard_folder(version: int, rank: int) -> str:
@@ -87,6 +93,14 @@ class Place(Protocol):
 
     def set_aside(self, version: int, rank: int, entries: Sequence[Shard]) -> bool:
         """Keeps exactly these entries where they are never loaded. Returns whether there is anything to keep."""
+
+    def mark(self, version: int, content: bytes) -> None:
+        """Keeps this beside the shards of a version, durably, in the stead of what was kept."""
+
+    def marked(self, version: int) -> bytes | None:
+        """Returns what `mark` has kept; None if nothing."""
+
+    def unmark(self, version: int) -> None: ...
 
     def in_background(self, work: Callable[[], None]) -> None:
         """Does the work where it delays nobody; what has not begun is given up for it."""
@@ -286,6 +300,26 @@ class DirectoryPlace:
                 emptied.rmdir()
         return former.is_dir()
 
+    def mark(self, version: int, content: bytes) -> None:
+        path = self._mark(version)
+        write_whole(path, content)
+        sync_directory(path.parent)
+
+    def marked(self, version: int) -> bytes | None:
+        try:
+            return read_regular(self._mark(version), MARK_BYTES_MAX)
+        except FileNotFoundError:
+            return None
+
+    def unmark(self, version: int) -> None:
+        self._mark(version).unlink(missing_ok=True)
+
+    def _mark(self, version: int) -> Path:
+        folder = self._directory / version_folder(version)
+        if folder.is_symlink():
+            raise OSError(errno.ELOOP, f"{folder} is a link")
+        return folder / MARK
+
     def in_background(self, work: Callable[[], None]) -> None:
         work()  # it takes moments
 
@@ -463,6 +497,18 @@ class ObjectPlace:
                 self._objects.remove([f"{prefix}/{INDEX}"])
                 aside = True
         return aside
+
+    def mark(self, version: int, content: bytes) -> None:
+        self._objects.put(f"{version_folder(version)}/{MARK}", content)
+
+    def marked(self, version: int) -> bytes | None:
+        try:
+            return self._objects.read_all(f"{version_folder(version)}/{MARK}", MARK_BYTES_MAX)
+        except FileNotFoundError:
+            return None
+
+    def unmark(self, version: int) -> None:
+        self._objects.remove([f"{version_folder(version)}/{MARK}"])
 
     def in_background(self, work: Callable[[], None]) -> None:
         with self._lock:

@@ -18,12 +18,14 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
+from swift_ft import events
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.state.checkpoint_file import Damaged, Snapshot, read_shard, write_shard
 from swift_ft.state.checkpoint_place import Place, Shard, place_at, shard_folder
@@ -127,6 +129,14 @@ class CheckpointStore:
     def of_job(self, job: str) -> "CheckpointStore":
         """Returns this rank's checkpoints of another job in the same place, to load from."""
         return CheckpointStore(self._place.of_job(job), self._rank, self._holder, self._twins)
+
+    def at(self, place: Place) -> "CheckpointStore":
+        """Returns this rank's checkpoints in an older place of the job, to load from."""
+        return CheckpointStore(place, self._rank, self._holder, self._twins)
+
+    @property
+    def place(self) -> Place:
+        return self._place
 
     def check(self) -> None:
         """(before the job begins) Raises UsageError if nothing can be written there."""
@@ -268,19 +278,20 @@ class CheckpointStore:
         """Returns the ranks that have saved a shard. Raises OSError."""
         return self._place.ranks()
 
-    def set_aside(self, check_held: Callable[[], None]) -> None:
+    def set_aside(self, check_held: Callable[[], None], above: int = -1) -> None:
         """(a job begins) Sets an earlier job's checkpoints in this directory aside: they are kept and never loaded.
         (it begins again, in a newer generation) Removes what this process saved in older generations.
 
-        `check_held` asks whether this process still holds its rank, and raises if it does not: a process that held
-        the rank in between may have saved a version. Raises ServiceError if the place cannot be read."""
+        `above`: the version that the job has adopted; it and older ones stay. `check_held` asks whether this process
+        still holds its rank, and raises if it does not: a process that held the rank in between may have saved a
+        version. Raises ServiceError if the place cannot be read."""
         if self._past.begun:
             self._call_off()  # the previous generation's write
             for version in self.versions():
                 self._place.remove(self._own_older(version))
             return
         try:
-            aside = self._set_aside(check_held)
+            aside = self._set_aside(check_held, above)
         except OSError as error:
             raise ServiceError(f"checkpoints in {self.where} cannot be read: {error.strerror}") from None
         self._past.begun = True
@@ -292,8 +303,11 @@ class CheckpointStore:
                     file=sys.stderr,
                 )
 
-    def _set_aside(self, check_held: Callable[[], None]) -> int:
-        found = {version: self._place.entries(version, self._rank) for version in self.versions()}
+    def _set_aside(self, check_held: Callable[[], None], above: int) -> int:
+        versions = [version for version in self.versions() if version > above]
+        for version in versions:
+            self._place.unmark(version)
+        found = {version: self._place.entries(version, self._rank) for version in versions}
         if any(found.values()):
             check_held()  # so what was found is no replacement's: no other process has held the rank since
         aside = 0
@@ -309,17 +323,37 @@ class CheckpointStore:
             if shard.generation < self._holder.entered and shard.name.split("-")[1] in self._past.names:
                 yield shard
 
-    def prune(self, keep: set[int], given_up_below: int = 0) -> None:
+    def unmark(self, above: int) -> None:
+        """(every rank, before all restore version `above`) Newer versions do not count as complete any more. Raises
+        ServiceError if the place cannot be written."""
+        try:
+            for version in self.versions():
+                if version > above and not self._holder.fenced:
+                    self._place.unmark(version)
+        except OSError as error:
+            raise ServiceError(f"checkpoints in {self.where} cannot be changed: {error.strerror}") from None
+
+    def prune(
+        self, keep: set[int], given_up_below: int = 0, marks: Mapping[int, bytes] = MappingProxyType({})
+    ) -> None:
         """Removes this rank's shards of versions below the smallest one in `keep`. Also removes all versions below
-        `given_up_below` that are not in `keep`: they will never be complete. Shards of a newer generation stay."""
+        `given_up_below` that are not in `keep`: they will never be complete. Shards of a newer generation stay.
+        `marks`: version -> the mark of a complete one, which is written first."""
         if keep and not self._holder.fenced:
             below, generation = max(min(keep), given_up_below), self._holder.entered
-            self._place.in_background(lambda: self._prune(below, keep, generation))
+            self._place.in_background(lambda: self._prune(below, keep, generation, marks))
 
-    def _prune(self, below: int, keep: set[int], generation: int) -> None:
+    def _prune(self, below: int, keep: set[int], generation: int, marks: Mapping[int, bytes]) -> None:
         place, rank = self._place, self._rank
+        for version, mark in marks.items():
+            try:
+                place.mark(version, mark)
+            except OSError as error:  # without it, only a job whose coordinator is lost cannot go on there
+                events.emit("checkpoint_unmarked", rank=rank, version=version, reason=_words(error))
         for version in self.versions():
             if version < below and version not in keep:
+                with suppress(OSError):
+                    place.unmark(version)
                 shards = [*place.shards(version, rank), *place.shards(version, rank, begun=True)]
                 place.remove(_up_to(generation, shards))
                 place.tidy(version, rank)

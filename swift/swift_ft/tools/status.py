@@ -210,7 +210,8 @@ def lines(status: pb.StatusReply) -> list[str]:
         out.append(inexact)
     out += rehearsal_words(view)
     if view.from_job:
-        out.append(f"began with version {view.from_version} of job {view.from_job}")
+        whose = "its own, in --from-checkpoints" if view.from_job == view.job else f"job {view.from_job}"
+        out.append(f"began with version {view.from_version} of {whose}")
     if goes_on := goes_on_words(view):
         out.append(goes_on)
     over = view.state in OVER
@@ -245,6 +246,7 @@ def goes_on_words(view: pb.View) -> str:
     if newest is None:
         over = view.state in (pb.FAILED, pb.STOPPED)
         begins = f"with a checkpoint of job {view.from_job}" if view.from_job else "at step 0"
+        begins = f"at step {view.from_version}" if view.from_job == view.job != "" else begins
         return "no checkpoint is complete" + (f": started again it begins {begins}" if over else "")
     again = {
         pb.FAILED: f"; started again it goes on at step {newest}",

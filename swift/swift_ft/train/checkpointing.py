@@ -5,14 +5,16 @@ beyond it. The write is retried until it succeeds or the next checkpoint is due.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from types import MappingProxyType
 
 from swift_ft import events
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.errors import LogInterrupted, ServiceError, SwiftError, UsageError
 from swift_ft.log.record import Dropped
 from swift_ft.log.sidecar_client import SidecarWriter
+from swift_ft.state import complete_mark
 from swift_ft.state.checkpoint_store import CheckpointStore, Unsaved
 from swift_ft.train.coordinator_session import Member
 from swift_ft.train.participants import Participant, Step
@@ -126,8 +128,10 @@ class Saving(Participant):
         recording: Recording,
         *,
         sync: bool = False,
+        config: Mapping[str, str] = MappingProxyType({}),
     ):
-        """`sync`: training waits until a checkpoint is durable on this rank."""
+        """`sync`: training waits until a checkpoint is durable on this rank. `config`: what all ranks agree on."""
+        self._config = config
         self._early = EarlyCheckpoint(member)
         self._rank = rank
         self._sync = sync
@@ -144,10 +148,10 @@ class Saving(Participant):
 
     def after_step(self, step: Step) -> None:
         """Saves this version if it is due by the checkpoint interval, or as an early checkpoint."""
+        self.prune()  # first: the checkpoint before the last one is marked before the next can be complete
         if self._early.due(step.version) or step.due:
             step.wait_vote()
             self.save()
-        self.prune()
 
     def save(self) -> None:
         view = self._member.watcher.wait_for(lambda _view: True, None)
@@ -220,11 +224,12 @@ class Saving(Participant):
         if (self._version, self._generation) != (self._state.version, self._member.entered):
             self.save()
 
-    def save_first(self) -> None:
+    def save_first(self, adopted: int | None = None) -> None:
         """Saves the first checkpoint and waits until the coordinator has it, since a failure in the first step needs
-        it. Raises UsageError if it cannot be written, so that all ranks end with the same exit code; ServiceError if
-        the coordinator does not answer; Fenced if another process holds the rank."""
-        self._store.set_aside(self._await_held)
+        it. `adopted`: its version, if the job goes on from older checkpoints of its own. Raises UsageError if it cannot
+        be written, so that all ranks end with the same exit code; ServiceError if the coordinator does not answer;
+        Fenced if another process holds the rank."""
+        self._store.set_aside(self._await_held, above=-1 if adopted is None else adopted)
         try:
             self.save()
             self._store.wait()
@@ -261,4 +266,15 @@ class Saving(Participant):
         seen = set(view.checkpoints), view.checkpoints_from
         if seen != self._seen:
             self._seen = seen
-            self._store.prune(*seen)
+            self._store.prune(*seen, marks=self._marks(view))
+
+    def _marks(self, view: pb.View) -> dict[int, bytes]:
+        """(the lowest rank) Returns the marks of the versions that are complete by now."""
+        if self._rank != min((member.rank for member in view.members), default=-1):
+            return {}
+        return {version: complete_mark.mark_of(version, view, self._config) for version in view.checkpoints}
+
+    def restores(self, version: int) -> None:
+        """(before all ranks restore a version) Those after it belong to a history that is given up. Raises
+        ServiceError."""
+        self._store.unmark(version)

@@ -20,6 +20,8 @@ from swift_ft.errors import Fenced, JobFailed, ServiceError, SwiftError, Unknown
 from swift_ft.planner import RankMeasured
 from swift_ft.rpc.client import CoordinatorClient, Unanswered
 from swift_ft.rpc.codec import to_message
+from swift_ft.state import complete_mark
+from swift_ft.state.checkpoint_place import Place
 
 ENV_RUN = "SWIFT_RUN"
 """Environment variable: identity of the launcher that started this process."""
@@ -28,6 +30,8 @@ ENV_HAS_RUN = "SWIFT_HAS_RUN"
 ENV_FROM_JOB = "SWIFT_FROM_JOB"
 ENV_FROM_VERSION = "SWIFT_FROM_VERSION"
 """Environment variables: job and version of the checkpoint that the job is to start from."""
+ENV_FROM_CHECKPOINTS = "SWIFT_FROM_CHECKPOINTS"
+"""Environment variable: directory with checkpoints of the job, if its coordinator does not know it any more."""
 _MEASURED_EVERY_S = 2.0
 _FREEING_S = 5.0
 RESAY_S = 0.5
@@ -91,8 +95,10 @@ class Member:
         config: Mapping[str, str],
         fingerprint: Mapping[str, str],
         holder: Holder,
+        checkpoints: Place | None = None,
     ) -> None:
-        """Joins as the rank and starts the lease and watcher threads. Raises JoinRefused.
+        """Joins as the rank and starts the lease and watcher threads. `checkpoints`: the job's place of them, which is
+        looked through for complete ones if the job may be new to the coordinator. Raises JoinRefused.
 
         If this process has joined already, only replaces the `holder`. Raises UsageError if its settings differ.
         """
@@ -101,8 +107,11 @@ class Member:
             return
         run, from_job = os.environ.get(ENV_RUN, ""), os.environ.get(ENV_FROM_JOB, "")
         version = os.environ.get(ENV_FROM_VERSION)
+        given, found = os.environ.get(ENV_FROM_CHECKPOINTS, ""), None
         if os.environ.get(ENV_HAS_RUN):
             self._check_known()
+        elif checkpoints is not None:
+            found = complete_mark.find(checkpoints, given, self.identity.rank)
         request = pb.JoinRequest(
             member=self.identity,
             world_size=world_size,
@@ -111,6 +120,8 @@ class Member:
             run=run,
             from_job=from_job,
             from_version=int(version) if version else None,
+            found=found,
+            adopts=bool(given),
         )
         generation = self.client.join(request)
         self._holder: Holder = holder

@@ -17,6 +17,7 @@ This module has the loop and the vote, which may have to recover from within a s
     ending         the last version; no rank returns before all have finished       `swift_ft.train.step`
 """
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -26,9 +27,10 @@ from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.errors import Fenced, JobFailed, ReplayRefused, ServiceError, UsageError
 from swift_ft.planner import RankMeasured
 from swift_ft.rpc.codec import PublishedPlan
+from swift_ft.state import complete_mark
 from swift_ft.state.checkpoint_store import CheckpointStore
 from swift_ft.train.checkpointing import Saving
-from swift_ft.train.coordinator_session import Holder
+from swift_ft.train.coordinator_session import ENV_FROM_CHECKPOINTS, Holder
 from swift_ft.train.failures import Failures, Retries
 from swift_ft.train.generation import Membership
 from swift_ft.train.log_session import OwnLog
@@ -58,11 +60,34 @@ def begin_at_version_0(
     """(every rank, FORMING) Loads or aligns the first version and saves it. Returns when the coordinator has
     acknowledged that checkpoint."""
     state.align()
-    if view.from_job:
+    adopted = view.from_version if view.from_job == view.job else None
+    if adopted is not None:
+        _adopt(view.job, adopted, rank, state, store)
+    elif view.from_job:
         _take(view.from_job, view.from_version, rank, state, store.of_job(view.from_job))
     state.present = True
     write_every_version(state, rank)
-    saving.save_first()
+    saving.save_first(adopted)
+
+
+def _adopt(job: str, version: int, rank: int, state: TrainerState, store: CheckpointStore) -> None:
+    """Loads the newest checkpoint of this job's own that was complete when its coordinator was lost. Raises
+    ReplayRefused if it cannot be loaded: then the job begins with an older one, if there is one."""
+    try:
+        place = complete_mark.place_of(store.place, os.environ.get(ENV_FROM_CHECKPOINTS, ""), version)
+        if place is None:
+            raise UsageError(
+                f"version {version}, with which job {job} goes on, is not in {store.where}: say --from-checkpoints "
+                "with its directory, as when the job was started"
+            )
+        saved = store.at(place).load(version)
+    except (ServiceError, OSError) as error:
+        raise ReplayRefused(str(error)) from None
+    try:
+        state.load_state_dict(saved)
+    except Exception as error:
+        raise UsageError(f"--from-checkpoints: version {version} is not this trainer's: {error}") from error
+    events.emit("began_from", rank=rank, job=job, version=version)
 
 
 def _take(job: str, version: int, rank: int, state: TrainerState, theirs: CheckpointStore) -> None:
@@ -178,6 +203,8 @@ class RankRecovery:
         incomplete = self._log.why_incomplete()
         if incomplete is not None and not done_again:
             raise ReplayRefused(f"what rank {self._rank} has done is not in the log: {incomplete}")
+        if published.plan.restores:
+            self._saving.restores(published.plan.target_version)
         self._restorer.follow(published, self._log.writer, self._log.servers, step)
         if done_again:
             self._log.done_again()

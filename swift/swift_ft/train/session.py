@@ -27,6 +27,7 @@ from swift_ft.planner.groups import RecoveryGroups
 from swift_ft.planner.strategies import may_copy
 from swift_ft.state import fsdp
 from swift_ft.state.carried_gradients import WholeModule, accumulating
+from swift_ft.state.checkpoint_place import place_at
 from swift_ft.state.checkpoint_store import CheckpointStore
 from swift_ft.state.loaders import OriginLoader, OriginLoaders
 from swift_ft.text import ENV_ALLOW_INEXACT, ENV_SPARES, LAUNCHER_SETTINGS, flag_of
@@ -103,7 +104,13 @@ class Session:
         fingerprint = determinism_fingerprint(config.undo)
         Memory.create(config.log_queue_bytes).close()  # refused here, before the rank joins
         with warm_up.waiting():
-            member.join(self.world_size, config.agreed(), fingerprint, self._engine)
+            member.join(
+                self.world_size,
+                config.agreed(),
+                fingerprint,
+                self._engine,
+                checkpoints=place_at(checkpoint_dir),
+            )
             self._engine.membership.form()
 
     @classmethod
@@ -577,7 +584,15 @@ class Session:
         loaders, log = OriginLoaders(), OwnLog(rank, config, member, channel)
         logs.append(log)
 
-        saving = Saving(rank, member, state, store, recording, sync=config.checkpoint_mode == "sync")
+        saving = Saving(
+            rank,
+            member,
+            state,
+            store,
+            recording,
+            sync=config.checkpoint_mode == "sync",
+            config=config.agreed(),
+        )
         ending = Ending(rank, member, state, store, saving, saves=config.last_checkpoint)
         lines = Lines(lines_directory(checkpoint_dir) / "metrics" / f"rank{rank}.jsonl")
         audit = None

@@ -182,3 +182,59 @@ async def test_what_is_not_exact_stays_so(logs: FakeLogs, store: MemoryStore) ->
     assert view.inexact_reason.startswith("job j, with whose checkpoint it began: ")
     assert "another sum" in view.inexact_reason
     driver.stop()
+
+
+def found(*versions: int, **said: object) -> m.Join:
+    """A Join with complete checkpoints of the job's own."""
+    fields: dict[str, object] = {"generation": 7, "world_size": 1, "place": "/c/k", **said}
+    adopts = bool(fields.pop("adopts", True))
+    return replace(join(), run="r1", adopts=adopts, found=pb.Found(versions=versions, **fields))  # type: ignore[arg-type]
+
+
+@scenario
+async def test_a_lost_job_is_adopted_above_all_its_generations(logs: FakeLogs, store: MemoryStore) -> None:
+    driver = await driver_of(logs, store)
+    assert await refused(driver, "k", found(5, 10, adopts=False)) == (
+        "this coordinator does not know job k, and /c/k has its checkpoint of step 10: to go on there say "
+        "--from-checkpoints /c/k, to begin at step 0 give the job another name"
+    )
+    assert await refused(driver, "k", found(5, 10, world_size=4)) == (
+        "--from-checkpoints: the checkpoints in /c/k are of world size 4, job k has 1: make them equal"
+    )
+    assert await refused(driver, "k", found(problem="v10 is damaged")) == (
+        "--from-checkpoints: there is no checkpoint of job k to go on from: v10 is damaged"
+    )
+    assert not (await driver.jobs(lambda _: True)).jobs
+    said = found(5, 10, inexact_since=3, inexact_reason="an undo")
+    assert await begin(driver, "k", said) == ("k", 10)
+    view = (await driver.status("k")).view
+    assert (view.generation, view.inexact_since, view.inexact_reason) == (1001, 10, "an undo")
+    assert view.reason == (
+        "adopted from /c/k: job k goes on at step 10, with its checkpoint there, and its log begins anew"
+    )
+    # It cannot be loaded: the one before it is taken, and there is none before that.
+    who = {"rank": 0, "incarnation": view.members[0].incarnation}
+    await driver.apply("k", pb.RefuseRequest(**who, generation=1001, reason="it is corrupt"))
+    view = (await driver.status("k")).view
+    assert (view.state, view.generation, view.from_version, view.inexact_since) == (pb.FORMING, 1002, 5, 5)
+    await driver.apply("k", pb.RefuseRequest(**who, generation=1002, reason="it is corrupt"))
+    assert (await driver.status("k")).view.state == pb.FAILED
+    # Started again, without the flag, in the same directory.
+    again = replace(found(5, 10, adopts=False), run="r2", incarnation="i2")
+    assert await begin(driver, "k", again) == ("k", 10)
+    assert (await driver.status("k")).view.generation > 1002
+    await make_running(driver, "k", 10)
+    assert (await driver.status("k")).view.checkpoints == [10]
+    assert store.rows
+    driver.stop()
+
+
+@scenario
+async def test_a_known_job_does_not_care_what_is_found(logs: FakeLogs, store: MemoryStore) -> None:
+    driver = await driver_of(logs, store)
+    await j_at(driver, 5, 10)
+    await driver.apply("j", pb.FailRequest(reason="boom"))
+    await driver.join("j", replace(found(20), incarnation="i2"))
+    view = (await driver.status("j")).view
+    assert (view.from_job, list(view.checkpoints), view.generation) == ("", [5, 10], 2)
+    driver.stop()

@@ -1,6 +1,6 @@
 """Checkpoints of one rank: what the coordinator hears of them, and when they are due."""
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,10 +49,10 @@ class Store:
             self.unsaved = Unsaved(version=version, reason=str(self.error))
             on_failed(self.unsaved)
 
-    def set_aside(self, check_held: Callable[[], None]) -> None:
+    def set_aside(self, check_held: Callable[[], None], above: int) -> None:
         check_held()
 
-    def prune(self, keep: set[int], given_up_below: int) -> None:
+    def prune(self, keep: set[int], given_up_below: int, marks: Mapping[int, bytes]) -> None:
         self.pruned.append((keep, given_up_below))
 
     def wait(self) -> None:
