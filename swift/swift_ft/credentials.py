@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import grpc
 
@@ -217,17 +217,21 @@ class Credentials:
         )
 
     def check(self, address: str) -> None:
-        """Raises UsageError if the address is not HOST:PORT, if a file is missing or accessible to others, or if the
-        connection would be unencrypted."""
+        """Raises UsageError if the address is not HOST:PORT (or several of them, with commas between), if a file is
+        missing or accessible to others, or if the connection would be unencrypted."""
+        for one in address.split(","):
+            self._check_encrypted(one)
+        self.tls()
+        if self.token_file is not None:
+            read_token(self.token_file)
+
+    def _check_encrypted(self, address: str) -> None:
         host = _host(address)
         if self.ca is None and not self.insecure and not is_loopback(host):
             raise UsageError(
                 f"{address} is not loopback and {ENV_CA} is not set: name the CA of its certificate there, "
                 f"or say {ENV_INSECURE}=1 if the network is trusted"
             )
-        self.tls()
-        if self.token_file is not None:
-            read_token(self.token_file)
 
     def check_named(self, address: str) -> None:
         """Checks an address that another party has named. Raises UsageError as `check` does, and if the address would
@@ -272,9 +276,13 @@ def read_token(path: Path) -> str:
 
 
 def open_channel(address: str, options: Options, credentials: Credentials | None = None) -> grpc.Channel:
-    """Opens a channel that connects in the background, and reconnects if needed. Raises UsageError: see `check`."""
+    """Opens a channel that connects in the background, and reconnects if needed. With several addresses, commas between
+    them, it finds the one that serves. Raises UsageError: see `check`."""
     credentials = credentials or Credentials.from_environment()
     credentials.check(address)
+    addresses = address.split(",")
+    if len(addresses) > 1:
+        return _SeveralChannel([open_channel(one, options, credentials) for one in addresses])
     if credentials.token_file is None and credentials.ca is None:
         return grpc.insecure_channel(address, options=options)
     return _CredentialedChannel(address, options, credentials)
@@ -397,6 +405,110 @@ class _Callable:
 
     def future(self, request: Any, **keywords: Any) -> Any:
         return self._now().future(request, **self._with_token(keywords))
+
+
+AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+"""Status codes that mean that a server did not answer, or that another one does."""
+
+
+class _SeveralChannel(grpc.Channel):
+    """Channels to several servers, of which one serves at a time. A call that is not answered fails, and the next one
+    goes to the next server. Streams of a server that does not answer end as well."""
+
+    def __init__(self, channels: Sequence[grpc.Channel]) -> None:
+        self.channels = channels
+        self.at = 0
+        """The channel that calls go to now."""
+        self._lock = threading.Lock()
+        self._streams: dict[Any, int] = {}
+        """Stream -> its channel."""
+
+    def missed(self, at: int) -> None:
+        """Moves on, unless another call has done so already."""
+        with self._lock:
+            if at != self.at:
+                return
+            self.at = (at + 1) % len(self.channels)
+            left = [stream for stream, of in self._streams.items() if of == at]
+        for stream in left:
+            stream.cancel()
+
+    def follow(self, call: Any, at: int) -> None:
+        """Watches a call that is not waited for."""
+        with self._lock:
+            self._streams[call] = at
+
+        def ended(_: Any) -> None:
+            with self._lock:
+                self._streams.pop(call, None)
+            if call.code() in AWAY:
+                self.missed(at)
+
+        call.add_done_callback(ended)
+
+    def unary_unary(self, *arguments: Any, **keywords: Any) -> Any:
+        return _SeveralCallable(self, "unary_unary", arguments, keywords)
+
+    def unary_stream(self, *arguments: Any, **keywords: Any) -> Any:
+        return _SeveralCallable(self, "unary_stream", arguments, keywords)
+
+    def stream_unary(self, *arguments: Any, **keywords: Any) -> Any:
+        return _SeveralCallable(self, "stream_unary", arguments, keywords)
+
+    def stream_stream(self, *arguments: Any, **keywords: Any) -> Any:
+        return _SeveralCallable(self, "stream_stream", arguments, keywords)
+
+    def subscribe(self, callback: Callable[..., None], try_to_connect: bool | None = False) -> None:
+        self.channels[self.at].subscribe(callback, bool(try_to_connect))
+
+    def unsubscribe(self, callback: Callable[..., None]) -> None:
+        for channel in self.channels:
+            channel.unsubscribe(callback)
+
+    def close(self) -> None:
+        for channel in self.channels:
+            channel.close()
+
+    def __enter__(self) -> "_SeveralChannel":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _SeveralCallable:
+    def __init__(
+        self, channel: _SeveralChannel, kind: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+    ) -> None:
+        self._channel = channel
+        self._streams = kind.endswith("stream")
+        self._made = [getattr(one, kind)(*arguments, **keywords) for one in channel.channels]
+
+    def __call__(self, request: Any, **keywords: Any) -> Any:
+        at = self._channel.at
+        if not self._streams:
+            return self._awaited(at, self._made[at], request, keywords)
+        call = self._made[at](request, **keywords)
+        self._channel.follow(call, at)
+        return call
+
+    def with_call(self, request: Any, **keywords: Any) -> Any:
+        at = self._channel.at
+        return self._awaited(at, self._made[at].with_call, request, keywords)
+
+    def future(self, request: Any, **keywords: Any) -> Any:
+        at = self._channel.at
+        call = self._made[at].future(request, **keywords)
+        self._channel.follow(call, at)
+        return call
+
+    def _awaited(self, at: int, method: Callable[..., Any], request: Any, keywords: Mapping[str, Any]) -> Any:
+        try:
+            return method(request, **keywords)
+        except grpc.RpcError as error:
+            if cast("grpc.Call", error).code() in AWAY:
+                self._channel.missed(at)
+            raise
 
 
 # Advice about failed connections: gRPC's message for a server that requires TLS is only "Socket closed".

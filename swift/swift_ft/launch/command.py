@@ -320,7 +320,8 @@ def _check(args: argparse.Namespace) -> None:
                 "run: --coordinator HOST:PORT is needed (or the variable SWIFT_COORDINATOR); --standalone starts one "
                 "for a job of this machine alone"
             )
-        host_and_port(args.coordinator, "run: --coordinator")
+        for address in args.coordinator.split(","):
+            host_and_port(address, "run: --coordinator")
     if not 0 <= args.sigterm_checkpoint_s < 86400:
         raise UsageError(f"run: --sigterm-checkpoint-s {args.sigterm_checkpoint_s}: seconds, 0 or more")
     if args.spares < 0:

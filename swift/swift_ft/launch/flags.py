@@ -94,8 +94,9 @@ def _add_job(group: _Group) -> None:
     group.add(
         "--coordinator",
         default=None,
-        metavar="HOST:PORT",
-        help="The job's coordinator (default: $SWIFT_COORDINATOR; needed without --standalone).",
+        metavar="HOST:PORT,...",
+        help="The job's coordinator, or all that share a store (default: $SWIFT_COORDINATOR; needed without "
+        "--standalone).",
     )
     group.add(
         "--job",

@@ -30,7 +30,7 @@ import grpc
 
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft._pb import coordinator_pb2_grpc as pb_grpc
-from swift_ft.credentials import advised, is_another_service, open_channel
+from swift_ft.credentials import AWAY, advised, is_another_service, open_channel
 from swift_ft.errors import (
     AccessDenied,
     Fenced,
@@ -42,7 +42,7 @@ from swift_ft.errors import (
     UsageError,
 )
 from swift_ft.rpc.codec import CALLS
-from swift_ft.rpc.views import AWAY, Line, ViewWatcher, outcome
+from swift_ft.rpc.views import Line, ViewWatcher, outcome
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")

@@ -9,7 +9,7 @@ import grpc
 
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft._pb import coordinator_pb2_grpc as pb_grpc
-from swift_ft.credentials import advice
+from swift_ft.credentials import AWAY, advice
 from swift_ft.errors import ServiceError
 from swift_ft.text import WORLD_SIZE_MAX, one_line
 
@@ -221,10 +221,6 @@ def _unfolded(planned: Iterable[pb.PlannedRanks]) -> Iterator[pb.RankPlan]:
 RECONNECT_PAUSE_S = 0.05
 
 
-AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-"""Status codes that mean that the coordinator did not answer."""
-
-
 def outcome(error: grpc.RpcError) -> tuple[grpc.StatusCode, str]:
     """Returns code and details of a failed call. A raised RpcError is also a Call, which grpc's types do not show."""
     call = cast("grpc.Call", error)
@@ -239,10 +235,16 @@ class Line:
         self._tell = tell
         self._lock = threading.Lock()
         self._is_down = False
+        self._missed = 0
+        """Calls in a row that were not answered."""
 
     def went(self, details: str) -> None:
-        """Records that a call was not answered. `details`: grpc's text; its part after the last ": " is the cause."""
+        """Records that a call was not answered. `details`: grpc's text; its part after the last ": " is the cause. Of
+        several coordinators all but one stand by, so that is reported only once each was asked."""
         with self._lock:
+            self._missed += 1
+            if self._missed <= self._address.count(","):
+                return
             news, self._is_down = not self._is_down, True
         if news:
             why = details.rpartition(": ")[2].strip() or "no reason given"
@@ -252,7 +254,7 @@ class Line:
 
     def came(self) -> None:
         with self._lock:
-            news, self._is_down = self._is_down, False
+            news, self._is_down, self._missed = self._is_down, False, 0
         if news:
             self._tell(f"the coordinator at {self._address} answers again")
 

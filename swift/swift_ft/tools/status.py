@@ -51,8 +51,8 @@ def _parser(command: str, description: str) -> Parser:
         "--coordinator",
         default=known,
         required=not known,
-        metavar="HOST:PORT",
-        help="the coordinator's address; default: $SWIFT_COORDINATOR",
+        metavar="HOST:PORT,...",
+        help="the coordinator's address, or those of all that share a store; default: $SWIFT_COORDINATOR",
     )
     if command == "jobs":
         parser.set_defaults(job="")

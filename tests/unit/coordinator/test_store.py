@@ -1,14 +1,17 @@
-"""One conformance test for every MetadataStore, and what only the SQLite one can show."""
+"""One conformance test for every MetadataStore, and what only one of them can show."""
 
 import asyncio
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from swift_ft._pb import etcd_pb2
+from swift_ft.credentials import Credentials
+from swift_ft_services.coordinator.etcd_store import EtcdStore
 from swift_ft_services.coordinator.store import (
     MetadataStore,
     SqliteStore,
@@ -18,22 +21,41 @@ from swift_ft_services.coordinator.store import (
     StoreHeld,
     Transaction,
 )
+from tests.fake_etcd import FakeEtcd
 from tests.memory_store import MemoryStore
 
 Opener = Callable[[], Awaitable[MetadataStore]]
 
 
-@pytest.fixture(params=["memory", "sqlite"])
-def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Opener:
+@pytest.fixture
+def etcd() -> Iterator[FakeEtcd]:
+    with FakeEtcd() as fake:
+        yield fake
+
+
+@pytest.fixture(params=["memory", "sqlite", "etcd"])
+def opener(request: pytest.FixtureRequest, tmp_path: Path, etcd: FakeEtcd) -> Opener:
     """Opens and holds the same store each time."""
     memory = MemoryStore()
 
     async def opened() -> MetadataStore:
+        if request.param == "etcd":
+            return await held_in(etcd)
         store = SqliteStore(tmp_path / "rows.sqlite") if request.param == "sqlite" else memory
         await store.hold()
         return store
 
     return opened
+
+
+async def held_in(etcd: FakeEtcd, name: str = "a:1") -> EtcdStore:
+    store = EtcdStore([etcd.address], "swift/test", Credentials(), name=lambda: name)
+    try:
+        await store.hold()
+    except BaseException:
+        await store.close()
+        raise
+    return store
 
 
 def test_what_is_committed_is_there_with_its_revision(opener: Opener) -> None:
@@ -106,6 +128,99 @@ def test_one_has_the_store_until_it_is_closed(opener: Opener) -> None:
         again = await opener()
         assert list(await again.read()) == ["a"]
         await again.close()
+
+    asyncio.run(run())
+
+
+BIG = {f"k{number}": "é" * (number * 2000) for number in range(300)}
+
+
+def test_a_transaction_of_any_size_is_made_whole(etcd: FakeEtcd) -> None:
+    async def run() -> None:
+        store = await held_in(etcd)
+        await store.commit(Transaction(puts=BIG))
+        assert etcd.transactions > 100
+        assert {key: stored.value for key, stored in (await store.read()).items()} == BIG
+        second = await store.commit(Transaction(puts=dict.fromkeys(BIG, ""), deletes=["none"]))
+        there = await store.read()
+        assert there == dict.fromkeys(sorted(BIG), Stored(value="", revision=second))
+        # One piece of each value is left, and nothing that was staged.
+        assert len(etcd.rows) == len(BIG) + 2
+        await store.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("after", [0, 1, 150, 200])
+def test_a_large_transaction_that_is_cut_off_is_made_by_the_next_holder_or_by_nobody(
+    etcd: FakeEtcd, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    """The holder ends after so many of its transactions: in the midst of the staging, or of what follows the commit."""
+
+    async def run() -> None:
+        store = await held_in(etcd)
+        before = await store.commit(Transaction(puts={"k1": "before", "other": "before"}))
+        real, left = etcd._txn, [after]
+
+        def txn(request: etcd_pb2.TxnRequest) -> etcd_pb2.TxnResponse:
+            left[0] -= 1
+            if left[0] < 0:
+                etcd._end(next(iter(etcd._leases)))
+            return real(request)
+
+        monkeypatch.setattr(etcd, "_txn", txn)
+        with pytest.raises(StoreConflict, match="another coordinator has taken the store over"):
+            await store.commit(Transaction(expected={"k1": before}, puts=BIG))
+        monkeypatch.undo()
+        committed = b'"staged": 0' not in etcd.rows[b"swift/test/head"].value
+        assert committed == (after == 200)
+        second = await held_in(etcd, "b:1")
+        there = {key: stored.value for key, stored in (await second.read()).items()}
+        assert there == ({**BIG, "other": "before"} if committed else {"k1": "before", "other": "before"})
+        assert not [key for key in etcd.rows if b"/staged/" in key]
+        await store.close()
+        await second.close()
+
+    asyncio.run(run())
+
+
+def test_a_commit_whose_answer_is_lost_is_made_once(etcd: FakeEtcd) -> None:
+    async def run() -> None:
+        store = await held_in(etcd)
+        etcd.lost_answers = 1
+        first = await store.commit(Transaction(puts={"a": "one"}))
+        assert await store.commit(Transaction(expected={"a": first}, puts={"a": "two"})) == first + 1
+        etcd.lost_answers = 1
+        await store.close()
+        etcd.lost_answers = 1
+        again = await held_in(etcd)
+        assert (await again.read())["a"] == Stored(value="two", revision=first + 1)
+        await again.close()
+
+    asyncio.run(run())
+
+
+def test_a_holder_without_its_lease_answers_and_commits_nothing(etcd: FakeEtcd) -> None:
+    async def run() -> None:
+        now = [0.0]
+        store = EtcdStore([etcd.address], "p", Credentials(), clock=lambda: now[0])
+        await store.hold()
+        assert store.holds()
+        now[0] = 10.0
+        assert not store.holds()  # it was stopped, and does not know yet
+        etcd.end_leases()
+        second = EtcdStore([etcd.address], "p", Credentials())
+        await second.hold()
+        await second.commit(Transaction(puts={"a": "of the second"}))
+        with pytest.raises(StoreConflict, match="has taken the store over"):
+            await store.commit(Transaction(puts={"a": "of the first"}))
+        with pytest.raises(StoreConflict):
+            store.holds()
+        assert (await second.read())["a"].value == "of the second"
+        await second.close()
+        await store.hold()
+        assert (await store.read())["a"].value == "of the second"
+        await store.close()
 
     asyncio.run(run())
 
