@@ -154,6 +154,9 @@ class Checkers:
         self.truth = truth
         self.fenced: dict[str, int] = {}
         """server -> the newest generation that it has answered a fence with"""
+        self._generation = 0
+        self._coordinators: list[object] = []
+        """Those that have committed something, in this order."""
         self._answered: dict[str, Reset] = {}
         """server -> the newest reset that it has answered"""
         self._dropped_by: dict[str, Reset] = {}
@@ -254,6 +257,18 @@ class Checkers:
                 )
             elif stream not in self.lossy:
                 raise Violation("unique", f"record {sequence} of {stream} was acknowledged with two contents")
+
+    def generation_saved(self, generation: int, by: object) -> None:
+        """By this coordinator, durably."""
+        if generation < self._generation:
+            raise Violation("generation", f"generation {generation} is used again, after {self._generation}")
+        if any(by is former for former in self._coordinators[:-1]):
+            raise Violation(
+                "generation", f"a coordinator commits generation {generation} after its successor"
+            )
+        if not self._coordinators or self._coordinators[-1] is not by:
+            self._coordinators.append(by)
+        self._generation = generation
 
     def fence_answered(self, server: str, generation: int) -> None:
         self.fenced[server] = max(generation, self.fenced.get(server, 0))

@@ -1,6 +1,6 @@
 """The simulated coordinator: the real core, carried out as its driver does, with a durable row that outlives it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 from swift_ft._pb import coordinator_pb2 as pb
@@ -37,11 +37,37 @@ class Shown:
         self.fenced = fenced
 
 
+class SharedStore:
+    """As etcd, for several coordinators: the rows, and which of them holds them."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, str] = {}
+        self._holder: object = None
+
+    def hold(self, by: object) -> dict[str, str]:
+        """Takes the store over: the lease of the one before has ended. Returns what it finds."""
+        self._holder = by
+        return dict(self.rows)
+
+    def holds(self, by: object) -> bool:
+        return self._holder is by
+
+    def commit(self, by: object, puts: Mapping[str, str], deletes: Collection[str]) -> bool:
+        """Returns False, and changes nothing, unless this one holds the store."""
+        if not self.holds(by):
+            return False
+        self.rows.update(puts)
+        for key in deletes:
+            self.rows.pop(key, None)
+        return True
+
+
 class Surroundings(Protocol):
     """What the coordinator finds around it."""
 
     checkers: Checkers
     history: int
+    store: SharedStore
     copies: int
     log_lost_s: float
     """0: whatever a log server does, it is waited for."""
@@ -52,13 +78,17 @@ class Surroundings(Protocol):
 
     def show(self, shown: Shown) -> None: ...
 
-    def coordinator_died(self, saved: Mapping[str, str]) -> None: ...
+    def coordinator_died(self) -> None: ...
 
-    def row_saved(self, row: JobRow) -> None: ...
+    def row_saved(self, row: JobRow, by: object) -> None: ...
 
 
 class _Died(Exception):
     """Between two effects."""
+
+
+class _Lost(Exception):
+    """Another coordinator holds the store."""
 
 
 class _Question:
@@ -93,7 +123,6 @@ class Coordinator(Process):
         kernel: Kernel,
         network: Network,
         world: Surroundings,
-        saved: Mapping[str, str],
         names: list[str],
     ) -> None:
         super().__init__(kernel, "coordinator")
@@ -106,8 +135,7 @@ class Coordinator(Process):
         self._names = names
         self._timing = Timing(heartbeat_s=0.5, lease_s=3.0, step_bound_s=10.0, log_lost_s=world.log_lost_s)
         self._questions: dict[str, _Question] = {}
-        self._stored = dict(saved)
-        """The parts of the row that are durable."""
+        saved = world.store.hold(self)
         if saved:
             self.job = Job(decode(JOB, saved), self._timing, kernel.now, stored=True)
             self._publish()
@@ -118,10 +146,6 @@ class Coordinator(Process):
         assert self.job is not None
         return self.job.resume()
 
-    def saved(self) -> dict[str, str]:
-        """What a successor finds, if this one dies now."""
-        return dict(self._stored)
-
     # -- commands -------------------------------------------------------------------------------------
 
     def handle(self, command: m.Command, answer: Answer) -> None:
@@ -129,6 +153,8 @@ class Coordinator(Process):
             try:
                 self._apply(command)
             except Refusal as refusal:
+                if not self.world.store.holds(self):
+                    raise _Lost from None
                 answer(refusal)
             else:
                 answer(None)
@@ -140,7 +166,12 @@ class Coordinator(Process):
             work()
         except _Died:
             self.kernel.count("coordinator killed between two effects")
-            self.world.coordinator_died(self.saved())
+            self.alive = False
+            if self.world.store.holds(self):
+                self.world.coordinator_died()
+        except _Lost:
+            self.kernel.count("coordinator: lost its store")
+            self.alive = False
 
     def _apply(self, command: m.Command) -> None:
         now = self.kernel.now
@@ -191,6 +222,8 @@ class Coordinator(Process):
     def _carry_out(self, effects: list[m.Effect]) -> None:
         job = self.job
         assert job is not None
+        if not any(isinstance(effect, m.Persist) for effect in effects) and not self.world.store.holds(self):
+            raise _Lost
         for effect in effects:
             if self.crash_in >= 0:
                 if self.crash_in == 0:
@@ -198,11 +231,9 @@ class Coordinator(Process):
                 self.crash_in -= 1
             match effect:
                 case m.Persist():
-                    puts, deletes = job.changes.drain()
-                    self._stored.update(puts)
-                    for key in deletes:
-                        self._stored.pop(key, None)
-                    self.world.row_saved(job.row)
+                    if not self.world.store.commit(self, *job.changes.drain()):
+                        raise _Lost
+                    self.world.row_saved(job.row, self)
                 case m.PublishView():
                     self._publish()
                 case m.FenceLogs():

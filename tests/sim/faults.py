@@ -189,7 +189,7 @@ def _byte_rots(world: World) -> bool:
 def _coordinator_killed(world: World) -> bool:
     coordinator = world.coordinator()
     if coordinator is not None:
-        world.coordinator_died(coordinator.saved())
+        world.coordinator_died()
     return coordinator is not None
 
 
@@ -204,6 +204,13 @@ def _coordinator_paused(world: World) -> bool:
     coordinator = world.coordinator()
     if coordinator is not None:
         coordinator.pause(world.kernel.between(0.5, 6.0))
+    return coordinator is not None
+
+
+def _coordinator_taken_over(world: World) -> bool:
+    coordinator = world.coordinator()
+    if coordinator is not None:
+        world.take_over()
     return coordinator is not None
 
 
@@ -225,6 +232,7 @@ _ALL: tuple[tuple[str, Callable[[World], bool], int], ...] = (
     ("the coordinator killed", _coordinator_killed, 3),
     ("the coordinator killed between two effects", _coordinator_killed_between_effects, 3),
     ("the coordinator paused", _coordinator_paused, 2),
+    ("the coordinator taken over by another one", _coordinator_taken_over, 3),
 )
 FAULTS = [(name, fault) for name, fault, _ in _ALL]
 WEIGHTS = [weight for _, _, weight in _ALL]

@@ -5,8 +5,8 @@ until a checker objects.
 """
 
 import importlib
-from collections import Counter
-from collections.abc import Generator, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Collection, Generator, Iterator, Mapping
 from dataclasses import replace
 
 import pytest
@@ -28,7 +28,8 @@ from swift_ft_services.logserver.procedures import Save, Step
 from swift_ft_services.logserver.state import AppendCall, ServerState
 from swift_ft_services.logserver.storage import DirectoryStorage
 from swift_ft_services.logserver.storage_interface import RecoveredJob, Write
-from tests.sim import faults, world
+from tests.sim import control, faults, world
+from tests.sim.control import SharedStore
 from tests.sim.run import run_seed
 
 SEEDS_MAX = 1200
@@ -349,3 +350,55 @@ def test_a_trim_that_drops_a_declaration_too_early(
     only(monkeypatch, "a rank cut off from a log server", "a log server paused")
     mutation.setattr(LogCore, "end_trim", end_trim)
     is_caught(mutation, "acked")
+
+
+TAKEN_OVER = ("the coordinator taken over by another one", "a rank killed")
+
+
+def test_a_holder_that_commits_without_comparing_its_lease(
+    monkeypatch: pytest.MonkeyPatch, mutation: pytest.MonkeyPatch
+) -> None:
+    real = SharedStore.commit
+
+    def commit(self: SharedStore, by: object, puts: Mapping[str, str], deletes: Collection[str]) -> bool:
+        return real(self, self._holder, puts, deletes)
+
+    only(monkeypatch, *TAKEN_OVER)
+    mutation.setattr(SharedStore, "commit", commit)
+    is_caught(mutation, "generation")
+
+
+def test_a_coordinator_that_takes_over_from_a_stale_read(
+    monkeypatch: pytest.MonkeyPatch, mutation: pytest.MonkeyPatch
+) -> None:
+    real, before = SharedStore.commit, deque[dict[str, str]](maxlen=8)
+
+    def commit(self: SharedStore, by: object, puts: Mapping[str, str], deletes: Collection[str]) -> bool:
+        before.append(dict(self.rows))
+        return real(self, by, puts, deletes)
+
+    def hold(self: SharedStore, by: object) -> dict[str, str]:
+        if not self.rows:
+            before.clear()
+        self._holder = by
+        return dict(before[0]) if before else {}
+
+    only(monkeypatch, *TAKEN_OVER)
+    mutation.setattr(SharedStore, "commit", commit)
+    mutation.setattr(SharedStore, "hold", hold)
+    is_caught(mutation, "generation")
+
+
+def test_a_generation_that_is_used_again_after_a_takeover(
+    monkeypatch: pytest.MonkeyPatch, mutation: pytest.MonkeyPatch
+) -> None:
+    real = control.decode
+
+    def decode(job: str, parts: Mapping[str, str]) -> JobRow:
+        row = real(job, parts)
+        row.generation = max(1, row.generation - 1)
+        return row
+
+    only(monkeypatch, *TAKEN_OVER)
+    mutation.setattr(control, "decode", decode)
+    is_caught(mutation, "generation")

@@ -5,7 +5,7 @@ and the job has `GRACE_S` to end.
 """
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from swift_ft._pb import coordinator_pb2 as pb
@@ -16,7 +16,7 @@ from swift_ft_services.coordinator import commands as m
 from swift_ft_services.coordinator.commands import Refusal
 from swift_ft_services.coordinator.job_record import JobRow, State
 from tests.sim.checkers import Checkers, Truth, Violation
-from tests.sim.control import Coordinator, Shown
+from tests.sim.control import Coordinator, SharedStore, Shown
 from tests.sim.disk import PowerCut, SimDisk
 from tests.sim.kernel import Kernel, Network
 from tests.sim.server import JOB, ServerProcess, at
@@ -85,7 +85,8 @@ class World:
         self.trainers: list[Trainer] = []
         for name in self.names:
             self._start_server(name)
-        self._start_coordinator({})
+        self.store = SharedStore()
+        self._start_coordinator()
         for rank in range(self.ranks):
             self._spawn(rank)
         self.kernel.after(0.3, self._launcher)
@@ -106,7 +107,8 @@ class World:
             if trainer.alive and self._coordinator is not None:
                 self.network.send(self._coordinator.name, trainer, trainer.see, shown)
 
-    def row_saved(self, row: JobRow) -> None:
+    def row_saved(self, row: JobRow, by: object) -> None:
+        self.checkers.generation_saved(row.generation, by)
         if row.rolled_back_in != self.history:
             assert row.plan is not None or row.state is State.FORMING
             self.kernel.count("history given up" if row.plan is not None else "begun anew before it ran")
@@ -217,17 +219,24 @@ class World:
         if self.fsync is not Fsync.ALWAYS:
             self.checkers.lossy |= {at(name, stream) for stream in lost}
 
-    def _start_coordinator(self, saved: Mapping[str, str]) -> None:
-        self._coordinator = coordinator = Coordinator(self.kernel, self.network, self, saved, self._first)
+    def _start_coordinator(self) -> None:
+        self._coordinator = coordinator = Coordinator(self.kernel, self.network, self, self._first)
         if not coordinator.alive:
             self._coordinator = None
 
-    def coordinator_died(self, saved: Mapping[str, str]) -> None:
+    def take_over(self) -> None:
+        """The holder has lost its lease, and lives: it was stopped, or is cut off from the store."""
+        if self._coordinator is not None:
+            self._coordinator.pause(self.kernel.between(0.0, 4.0) * self.kernel.random.randint(0, 1))
+        self.kernel.note("coordinator: another one takes over")
+        self._start_coordinator()
+
+    def coordinator_died(self) -> None:
         if self._coordinator is not None:
             self._coordinator.alive = False
         self._coordinator = None
         self.kernel.note("coordinator: killed")
-        self.kernel.after(self.kernel.between(0.2, 1.5), self._start_coordinator, saved)
+        self.kernel.after(self.kernel.between(0.2, 1.5), self._start_coordinator)
 
     def _spawn(self, rank: int) -> None:
         number = sum(trainer.rank == rank for trainer in self.trainers)
