@@ -25,6 +25,7 @@ REACHED = (
     "coordinator: checkpoint_complete",
     "coordinator: log_server_added",
     "coordinator: log_server_lost",
+    "coordinator: lost its store",
     "fenced process told so",
     "hole found at a start",
     "history given up",

@@ -14,6 +14,8 @@ heartbeats alone take: if the members' own processes are slow, a recovery takes 
 
 import contextlib
 import json
+import re
+import secrets
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,23 +47,39 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--members", default="64,256,1024", metavar="N,...", help="members of each job (default %(default)s)"
     )
+    parser.add_argument(
+        "--store",
+        default="",
+        metavar="etcd://HOST:PORT,...",
+        help="keep the coordinator's state in this etcd, below keys of the benchmark's own (default: a directory)",
+    )
 
 
 def run(arguments: Any) -> dict[str, Any]:
     sizes = [whole_number(word) or 0 for word in arguments.members.split(",")]
     if any(members < REPLICAS or members % REPLICAS for members in sizes):
         raise UsageError(f"--members {arguments.members}: give multiples of {REPLICAS}, such as 64,256,1024")
-    cases = [measure(members) for members in sizes]
-    document = {"machine": output.machine(), "replicas": REPLICAS, "cases": cases}
+    if arguments.store and not re.fullmatch(r"etcd://[^/]+", arguments.store):
+        raise UsageError(f"--store {arguments.store}: give etcd://HOST:PORT,... without a prefix")
+    cases = [measure(members, arguments.store) for members in sizes]
+    document = {
+        "machine": output.machine(),
+        "replicas": REPLICAS,
+        "store": arguments.store or "sqlite",
+        "cases": cases,
+    }
     show(text(document))
     return document
 
 
-def measure(members: int) -> dict[str, Any]:
-    """Measures one case. Raises ServiceError if a phase does not end."""
+def measure(members: int, store: str = "") -> dict[str, Any]:
+    """Measures one case. `store`: URL of an etcd; empty: SQLite. Raises ServiceError if a phase does not end."""
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(output.place(None)))
-        flags = ["--directory", f"{directory}/meta", "--listen", "127.0.0.1:0", "--lease-s", str(LEASE_S)]
+        kept = ["--directory", f"{directory}/meta"]
+        if store:
+            kept = ["--store", f"{store}/swift-bench/{secrets.token_hex(8)}"]
+        flags = [*kept, "--listen", "127.0.0.1:0", "--lease-s", str(LEASE_S)]
         flags += ["--calls-per-peer", str(1 << 20), "--calls-per-token-s", "0"]
         pid, address = stack.enter_context(output.service("swift_ft_services.coordinator", directory, *flags))
         processes = [
@@ -117,7 +135,7 @@ def text(document: dict[str, Any]) -> list[str]:
         for case in document["cases"]
         if case["generation"] > 2
     ]
-    head = f"stages of {document['replicas']} replicas; {document['machine']}"
+    head = f"stages of {document['replicas']} replicas; {document['store']}; {document['machine']}"
     return [head, "", *table(rows), *again, "", *verdicts(document["cases"])]
 
 
