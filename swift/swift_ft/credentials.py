@@ -288,6 +288,15 @@ def open_channel(address: str, options: Options, credentials: Credentials | None
     return _CredentialedChannel(address, options, credentials)
 
 
+def open_channel_on_loop(address: str, options: Options, credentials: Credentials) -> grpc.aio.Channel:
+    """Opens a channel of asyncio, without a token, to a server that is not swift's. Raises UsageError: see `check`."""
+    credentials.check(address)
+    tls = credentials.tls()
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, tls, options=options)
+
+
 class _CredentialedChannel(grpc.Channel):
     """Sends the current token of the token file with each call, and reconnects when certificates have changed.
 

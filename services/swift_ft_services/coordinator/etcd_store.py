@@ -32,7 +32,7 @@ import grpc
 from swift_ft import events
 from swift_ft._pb import etcd_pb2 as pb
 from swift_ft._pb import etcd_pb2_grpc as pb_grpc
-from swift_ft.credentials import Credentials
+from swift_ft.credentials import Credentials, open_channel_on_loop
 from swift_ft.text import one_line
 from swift_ft_services.coordinator.store import (
     StoreConflict,
@@ -369,12 +369,7 @@ class EtcdStore:
     def _stub(self, service: str) -> Any:
         channel = self._channels.get(self._at)
         if channel is None:
-            address, tls = self._members[self._at], self._credentials.tls()
-            channel = (
-                grpc.aio.insecure_channel(address, options=OPTIONS)
-                if tls is None
-                else grpc.aio.secure_channel(address, tls, options=OPTIONS)
-            )
+            channel = open_channel_on_loop(self._members[self._at], OPTIONS, self._credentials)
             self._channels[self._at] = channel
         return getattr(pb_grpc, f"{service}Stub")(channel)
 
