@@ -55,9 +55,10 @@ class Entry:
 class Objects:
     """The objects below one prefix, by their paths in it."""
 
-    def __init__(self, store: Any) -> None:
-        """`store`: one of obstore's."""
+    def __init__(self, store: Any, patience_s: float = READ_PATIENCE_S) -> None:
+        """`store`: one of obstore's. `patience_s`: seconds for which a read is tried again."""
         self._store = store
+        self._patience_s = patience_s
         self._calls: set[futures.Future[Any]] = set()
         self._lock = threading.Lock()
         self._called_off = False
@@ -65,7 +66,7 @@ class Objects:
         """When the store has answered last."""
 
     @classmethod
-    def at(cls, url: str) -> "Objects":
+    def at(cls, url: str, patience_s: float = READ_PATIENCE_S) -> "Objects":
         """Opens a store by its URL; credentials and endpoints are in the environment. Makes no request. Raises
         UsageError."""
         scheme = url.partition("://")[0]
@@ -77,11 +78,11 @@ class Objects:
             store = _obstore("store").from_url(url, client_options=client, retry_config=retry)
         except Exception as error:  # noqa: BLE001  (obstore has no common class for what is wrong with a URL)
             raise UsageError(f"{url[:80]}: {_first_line(error)}") from None
-        return cls(store)
+        return cls(store, patience_s)
 
     def sibling(self) -> "Objects":
         """Returns the same store with calls of its own to call off."""
-        return Objects(self._store)
+        return Objects(self._store, self._patience_s)
 
     # --- writing ---
 
@@ -229,7 +230,7 @@ class Objects:
         return result
 
     async def _patient(self, request: Callable[[], Awaitable[T]]) -> T:
-        until, pause_s = time.monotonic() + READ_PATIENCE_S, _PAUSE_S
+        until, pause_s = time.monotonic() + self._patience_s, _PAUSE_S
         while True:
             try:
                 return await request()

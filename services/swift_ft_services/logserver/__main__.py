@@ -14,7 +14,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 import grpc
 
 from swift_ft import events, logs
-from swift_ft.cli_parser import Parser, argument, local_directory, metrics_address
+from swift_ft.cli_parser import Parser, argument, local_directory, metrics_address, object_store
 from swift_ft.errors import UsageError
 from swift_ft.log.directory import LIVES_S, age_s, free_bytes
 from swift_ft.log.frame import BODY_BYTES_MAX
@@ -22,6 +22,8 @@ from swift_ft.log.memory import keep_freed_memory
 from swift_ft.log.protocol import Fsync
 from swift_ft.log.segment import FILE_BYTES_LEAST
 from swift_ft_services import listening, program
+from swift_ft_services.logserver.administration import Tiering
+from swift_ft_services.logserver.cold import ColdTier
 from swift_ft_services.logserver.disk import RealDisk, allow_open_files
 from swift_ft_services.logserver.engine import LogEngine
 from swift_ft_services.logserver.quotas import HIGH_WATER, LOW_WATER, SpaceConfig
@@ -151,6 +153,13 @@ def _add_space(parser: Parser) -> None:
         "--job-quota-bytes", type=int, default=0, help="limit of the records of one job; default: none"
     )
     parser.add_argument(
+        "--cold",
+        type=argument(object_store),
+        metavar="URL",
+        help="an object store (s3://BUCKET/PREFIX, gs://…, az://…) to which sealed segments are moved once the low "
+        "mark is reached; default: none",
+    )
+    parser.add_argument(
         "--high-water",
         type=float,
         default=HIGH_WATER,
@@ -209,7 +218,8 @@ def serve(options: argparse.Namespace) -> None:
             metrics = LogMetrics(directory)
             stack.callback(metrics.close)
         disk = RealDisk(directory) if metrics is None else RealDisk(directory, metrics.sync_s.observe)
-        storage = DirectoryStorage(directory, options.segment_bytes, disk, allow_open_files())
+        cold = ColdTier.at(options.cold) if options.cold else None
+        storage = DirectoryStorage(directory, options.segment_bytes, disk, allow_open_files(), cold=cold)
         engine = LogEngine(
             storage, options.engine, lambda: free_bytes(directory), lambda job: age_s(directory, job)
         )
@@ -220,6 +230,9 @@ def serve(options: argparse.Namespace) -> None:
             server, checks = make_server(engine, gate, metrics.refused)
         port = listening.bind(server, protection)
         engine.start(storage.recover())
+        tiering = Tiering(engine.state, storage, engine.watch) if cold is not None else None
+        if tiering is not None:
+            tiering.start()
         if metrics is not None:
             host, metrics_port = options.metrics
             shown = Exposition(
@@ -238,6 +251,8 @@ def serve(options: argparse.Namespace) -> None:
         events.emit("draining")
         engine.drain()
         _stop(server)
+        if tiering is not None:
+            tiering.stop()
         engine.close()
         events.emit("stopped")
 

@@ -1,4 +1,4 @@
-"""Changes of whole jobs: fence, trim, reset, drop; the janitor, which unlinks dropped files; alarms and job ages."""
+"""Changes of whole jobs: fence, trim, reset, drop; the janitor, which unlinks dropped files; alarms, ages, moves."""
 
 import gc
 import logging
@@ -29,6 +29,7 @@ from swift_ft_services.logserver.procedures import (
 )
 from swift_ft_services.logserver.segments import JobDamaged, StorageError
 from swift_ft_services.logserver.state import Refused, ServerState, check_names
+from swift_ft_services.logserver.storage import DirectoryStorage
 
 # Free disk space, as reported by the system; the alarms depend on it.
 
@@ -349,3 +350,72 @@ class Retention:
                 self._administration.drop(name, force=False, why=f"not touched for {age_s:.0f} s")
             except Refused as refused:
                 events.emit("not_dropped", job=name, reason=str(refused))
+
+
+# Moves to the cold tier.
+#
+# One thread, if the server has one. It begins at the low mark of a quota or of the disk, so that no alarm asks for a
+# checkpoint as long as the store keeps pace. If it does not, all is as without it.
+
+_TIER_EVERY_S = 0.2
+_TIER_PAUSE_S, _TIER_PAUSE_S_MAX = 1.0, 30.0
+
+
+class Tiering:
+    """Thread that moves sealed segments of jobs that need space. ``start`` and ``stop``: by the main thread."""
+
+    def __init__(self, state: ServerState, storage: DirectoryStorage, watch: DiskWatch) -> None:
+        self._state = state
+        self._storage = storage
+        self._watch = watch
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="tiering", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends after the move under way."""
+        self._stop.set()
+        self._thread.join()
+
+    def _loop(self) -> None:
+        work = [self._storage.clean_left, self._storage.clean_cold, self._move]
+        pause_s, told = _TIER_PAUSE_S, ""
+        while not self._stop.wait(_TIER_EVERY_S):
+            try:
+                for each in list(work):
+                    each()
+                    if each == self._storage.clean_left:
+                        work.remove(each)
+                pause_s, told = _TIER_PAUSE_S, ""
+            except (OSError, StorageError) as error:
+                reason = str(getattr(error, "strerror", None) or error)
+                if reason != told:
+                    events.emit("not_moved", reason=reason)
+                told = reason
+                self._stop.wait(pause_s)
+                pause_s = min(2 * pause_s, _TIER_PAUSE_S_MAX)
+
+    def _move(self) -> None:
+        """Moves segments until there is room again, or nothing to move."""
+        while not self._stop.is_set():
+            with self._state.changed:
+                job = self._state.space.to_move()
+                known = self._state.core.jobs.get(job or "")
+            if known is None:
+                return
+            moved = self._storage.move_oldest(known.name)
+            if moved is None:
+                return
+            name, below = moved
+            with self._state.changed:
+                stream = known.streams.get(name)
+                if self._state.core.jobs.get(known.name) is not known or stream is None:
+                    continue  # dropped meanwhile
+                before = stream.cold_bytes
+                stream.moved(below)
+                size = stream.cold_bytes - before
+                self._state.space.recount(self._state.core, trimmed=False)
+            events.emit("moved", job=known.name, stream=name, bytes=size, below=below)
+            self._watch.files_removed()

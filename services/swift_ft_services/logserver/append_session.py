@@ -434,7 +434,8 @@ class Appends:
                 hole for hole in recovered_stream.holes if hole.below_step > job.trimmed_below_step
             ]
             stream.check()
-            self._state.space.added(job.name, stream.bytes)
+            stream.moved(recovered_stream.cold_below)
+            self._state.space.added(job.name, stream.bytes - stream.cold_bytes)
         self._state.touch(job.name, now)
 
     def attach(self, session: AppendCall) -> None:

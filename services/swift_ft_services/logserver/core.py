@@ -137,6 +137,12 @@ class Tally:
 
     records: int = 0
     bytes: int = 0
+    cold_bytes: int = 0
+    """Of these, bytes in the cold tier: they take no space here."""
+
+    @property
+    def hot_bytes(self) -> int:
+        return self.bytes - self.cold_bytes
 
 
 @dataclass(slots=True)
@@ -156,6 +162,9 @@ class StreamState:
     mending: dict[int, IndexEntry] = field(default_factory=dict)
     """Records of holes that were sent again and are being written to their places."""
     bytes: int = 0
+    cold_below: int = 0
+    """Records of lower sequences are in the cold tier."""
+    cold_bytes: int = 0
     tally: Tally = field(default_factory=Tally)
     """Shared by all streams of the job."""
     tag: int = 0
@@ -193,6 +202,8 @@ class StreamState:
         self.bytes += entry.frame_bytes
         self.tally.bytes += entry.frame_bytes
         self.tally.records += 1
+        if sequence < self.cold_below:
+            self._count_cold(entry.frame_bytes)
 
     def remove(self, entry: IndexEntry) -> None:
         sequence, step = entry.sequence, entry.key.step
@@ -208,12 +219,27 @@ class StreamState:
         self.bytes -= entry.frame_bytes
         self.tally.bytes -= entry.frame_bytes
         self.tally.records -= 1
+        if sequence < self.cold_below:
+            self._count_cold(-entry.frame_bytes)
+
+    def _count_cold(self, more: int) -> None:
+        self.cold_bytes += more
+        self.tally.cold_bytes += more
+
+    def moved(self, below: int) -> None:
+        """All records below this sequence are in the cold tier now."""
+        entries = (
+            self.by_sequence.get(sequence) for sequence in range(max(self.cold_below, self.first), below)
+        )
+        self._count_cold(sum(entry.frame_bytes for entry in entries if entry is not None))
+        self.cold_below = max(self.cold_below, below)
 
     def clear(self) -> list[dict[Any, Any]]:
         """Removes all records and holes. Returns the dictionaries that held them, to be freed outside the lock."""
         garbage: list[dict[Any, Any]] = [self.by_sequence, self.by_key]
         self.tally.bytes -= self.bytes
         self.tally.records -= len(self.by_sequence)
+        self._count_cold(-self.cold_bytes)
         self.by_sequence, self.by_key, self.marks, self._steps = {}, {}, {}, {}
         self.order, self._step_order = Ordered(self.by_sequence), Ordered(self._steps)
         self.holes.clear()

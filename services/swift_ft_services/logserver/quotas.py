@@ -1,4 +1,4 @@
-"""Space accounting: bytes kept per job and server, their limits, alarms and refusals. No I/O, no clock of its own.
+"""Space accounting: bytes kept here per job and server, their limits, alarms and refusals. No I/O, no clock of its own.
 
 Each account (one for the server, one for every job) has three marks below its limit::
 
@@ -143,7 +143,7 @@ class Space:
         for name in [name for name in self.jobs if name not in core.jobs]:
             del self.jobs[name]
         for name, job in core.jobs.items():
-            self.job(name).used_bytes = job.tally.bytes
+            self.job(name).used_bytes = job.tally.hot_bytes
         self.server.used_bytes = sum(account.used_bytes for account in self.jobs.values())
         for name, used_bytes in before.items():
             gone = used_bytes - (self.jobs[name].used_bytes if name in self.jobs else 0)
@@ -231,6 +231,14 @@ class Space:
             if full.alarm and full.part() >= self.config.high_water:
                 return full.words()
         return ""
+
+    def to_move(self) -> str | None:
+        """Returns the job whose records should go to the cold tier, before an alarm begins; None if there is room."""
+        low = self.config.low_water
+        over = [name for name, account in self.jobs.items() if account.part() >= low]
+        if self.server.part() >= low or self.disk is not DiskState.OPEN:
+            over = list(self.jobs)
+        return max(over, key=lambda name: self.jobs[name].used_bytes, default=None)
 
     def high_mark_bytes(self, account: Account) -> int:
         return round(self.config.high_water * account.limit_bytes)

@@ -46,6 +46,10 @@ class Segment:
     tail: bytes = b""
     """Frame bytes in the last, partial block; the next write begins with them."""
     reserved: int = 0
+    cold: bool = False
+    """It is in the object store, with a stub in its file's place."""
+    stays: bool = False
+    """It is damaged, so it is not moved there."""
     ahead: bool = True
     """True if the file may have reserved more space than it fills, which is unknown after a restart."""
     _end: int = SEGMENT_HEADER_BYTES

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 from swift_ft.errors import UsageError
 from swift_ft.log.directory import RESERVE, grave_of, is_grave
@@ -46,9 +47,18 @@ from swift_ft.log.segment import (
     walk,
 )
 from swift_ft_services.logserver import manifests
+from swift_ft_services.logserver.cold import (
+    COLD_SUFFIX,
+    ColdTier,
+    Stub,
+    key_of,
+    known_url,
+    read_stub,
+    stub_path,
+)
 from swift_ft_services.logserver.core import STEP_UNKNOWN, Hole, IndexEntry
 from swift_ft_services.logserver.disk import NO_SPACE, Disk, File, RealDisk
-from swift_ft_services.logserver.manifests import Acked, Book
+from swift_ft_services.logserver.manifests import Acked, Book, replace_small_file
 from swift_ft_services.logserver.segments import (
     IN_THE_WAY,
     UNREADABLE,
@@ -97,7 +107,7 @@ def empty(disk: Disk, directory: Path) -> None:
 # Damaged records of a file become holes, and the rest is served. Where the files cannot be interpreted (another job's
 # manifest, an older one, a pipe in a segment's place) the whole job is quarantined: `JobDamaged`.
 
-_SEGMENT_NAME = re.compile(rf"[0-9]{{20}}{re.escape(SUFFIX)}")
+_SEGMENT_NAME = re.compile(rf"[0-9]{{20}}({re.escape(SUFFIX)}|{re.escape(COLD_SUFFIX)})")
 
 Take = Callable[[str, RecoveredStream, list[Segment]], None]
 """Callback that receives each stream as soon as it is recovered: its name, its state, its segments."""
@@ -184,11 +194,19 @@ class Recovery:
         return names
 
     def _segment_names(self, folder: Path) -> list[str]:
+        """Returns the names of segments and stubs. A stub beside its segment is removed: a kill has left it."""
         names = [name for name, _ in self._disk.names(folder) if _SEGMENT_NAME.fullmatch(name)]
         for name in names:
-            if int(name.removesuffix(SUFFIX)) > SEQUENCE_MAX:
+            if int(name.partition(".")[0]) > SEQUENCE_MAX:
                 raise self._damaged(f"{folder.name}/{name} is named after a record that there cannot be")
-        return names
+        both = {
+            name
+            for name in names
+            if Path(name).suffix == COLD_SUFFIX and f"{Path(name).stem}{SUFFIX}" in names
+        }
+        for name in both:
+            self._disk.remove(folder / name)
+        return [name for name in names if name not in both]
 
     def _stream(self, name: str, meta: StreamMeta) -> tuple[RecoveredStream, list[Segment]]:
         folder = self._folder / name
@@ -214,8 +232,10 @@ class Recovery:
         return out, segments
 
     def _segment(self, path: Path, out: RecoveredStream, *, last: bool) -> Segment | None:
+        cold = path.suffix == COLD_SUFFIX
         with self._reading():
-            file = self._disk.open(path)
+            file = cast(File, self._stub(path)) if cold else self._disk.open(path)
+        path = path.with_suffix(SUFFIX)
         try:
             if file.size > self._file_bytes_max:
                 raise self._damaged(
@@ -233,10 +253,20 @@ class Recovery:
                 self._disk.remove(path)
                 self._disk.sync_names(path.parent)
                 return None
-            return self._take_segment(file, scanned, out, last)
+            segment = self._take_segment(file, scanned, out, last and not cold)
+            segment.cold = cold
+            if cold and not scanned.damage:
+                out.cold_below = segment.next_sequence
+            return segment
         except BaseException:
             file.close()
             raise
+
+    def _stub(self, path: Path) -> Stub:
+        try:
+            return read_stub(self._disk, path)
+        except ManifestDamaged as error:
+            raise self._damaged(f"{path.parent.name}/{path.name} is damaged: {error}") from None
 
     def _check_generation(self, scanned: SegmentScan) -> None:
         """Raises JobDamaged if a file is newer than the manifest: a generation is durable before its first write."""
@@ -308,6 +338,8 @@ def _hole(out: RecoveredStream, begin: int, end: int, reason: str) -> None:
 
 
 RESERVE_BYTES = 1 << 20
+_SEALED_BYTES_LEAST = 1 << 20
+"""Size from which an open segment is sealed to be moved, if there is no sealed one."""
 
 
 class DirectoryStorage:
@@ -320,17 +352,25 @@ class DirectoryStorage:
         disk: Disk | None = None,
         open_max: int = 1 << 30,
         new_uid: Callable[[], bytes] = lambda: os.urandom(UID_BYTES),
+        cold: ColdTier | None = None,
     ) -> None:
         """Locks the directory. Raises UsageError if it cannot be used, ServiceError if another server holds it.
 
         ``open_max``: segments that stay open; beyond it the least recently written ones are sealed. ``new_uid``:
-        returns a unique id for a new job.
+        returns a unique id for a new job. ``cold``: where sealed segments may be moved to.
         """
         self.directory = directory
         self.segment_bytes = segment_bytes
         self.open_max = open_max
         self._disk: Disk = RealDisk(directory) if disk is None else disk
         self._new_uid = new_uid
+        self._cold = cold
+        self._moved: dict[Path, str] = {}
+        """File that was moved to the cold tier -> its object: a read may have located it before."""
+        self._cold_dead: list[Segment] = []
+        """Moved segments that were removed; their objects and stubs are still there."""
+        self._cold_jobs: list[str] = []
+        """Uids of dropped jobs whose objects are still there."""
         self._book = Book(self._disk, directory)
         self._acked = Acked(self._disk, directory)
         self._metas: dict[str, JobMeta] = {}
@@ -359,6 +399,10 @@ class DirectoryStorage:
         job whose files cannot be interpreted is quarantined. Raises UsageError if the directory cannot be read."""
         try:
             self._disk.sync_names(self.directory)
+            if self._cold is not None:
+                self._cold.claim(self._disk, self.directory)
+            elif url := known_url(self._disk, self.directory):
+                raise UsageError(f"segments of {self.directory} are in an object store: add --cold {url}")
             self._remove_forgotten()
             self._acked.open()
             return [
@@ -460,6 +504,8 @@ class DirectoryStorage:
         if segment is None:
             return False
         try:
+            if segment.cold:
+                return False  # an object is never changed
             if segment.file is not None:  # its last block is in memory, too
                 self._seal(stream, segment)
             file = self._disk.open(segment.path)
@@ -692,18 +738,150 @@ class DirectoryStorage:
             for segment in reversed(self._streams.get((job, stream), [])):
                 if segment.first <= sequence < segment.next_sequence:
                     offset = segment.offsets[sequence - segment.first]
-                    return Place(segment.path, offset, segment.next_sequence)
+                    key = self._key(segment) if segment.cold else ""
+                    return Place(segment.path, offset, segment.next_sequence, key)
         raise FileNotFoundError(f"record {sequence} of {job}/{stream} is in no segment")
 
     def read(self, place: Place, size: int, buffer: memoryview) -> memoryview:
         begin = place.offset // BLOCK_BYTES * BLOCK_BYTES
         skip = place.offset - begin
-        file = self._disk.open(place.path)
+        if place.key:
+            return self._read_cold(place.key, place.offset, size, buffer)
+        try:
+            file = self._disk.open(place.path)
+        except FileNotFoundError:
+            key = self._moved.get(place.path)
+            if key is None:
+                raise
+            return self._read_cold(key, place.offset, size, buffer)
         try:
             read = file.read_into(begin, buffer[: -(-(skip + size) // BLOCK_BYTES) * BLOCK_BYTES])
         finally:
             file.close()
         return buffer[skip : min(skip + size, read)]
+
+    def _read_cold(self, key: str, offset: int, size: int, buffer: memoryview) -> memoryview:
+        assert self._cold is not None, "a server with stubs has a store"
+        buffer[:size] = self._cold.read(key, offset, size)
+        return buffer[:size]
+
+    # -- the cold tier --------------------------------------------------------------------------------
+
+    @staticmethod
+    def _key(segment: Segment) -> str:
+        return key_of(segment.owner.uid, segment.owner.stream, segment.path)
+
+    def move_oldest(self, job: str) -> tuple[str, int] | None:
+        """(one thread) Moves a segment of the job to the cold tier: of each stream the oldest may go, of these the
+        largest goes. Returns the stream, and the sequence below which all of it is cold; None if there is nothing to
+        move. Raises OSError, StorageError."""
+        assert self._cold is not None
+        stream = self._next_to_move(job)
+        if stream is None:
+            return None
+        with self._maps:
+            segment = self._first_hot(stream)
+        if segment is None:
+            return None
+        key = self._key(segment)
+        try:
+            file = self._disk.open(segment.path)
+        except FileNotFoundError:
+            return None  # removed meanwhile
+        try:
+            scanned = walk(segment.path, source=file, last=False, owner=segment.owner)
+            if scanned.damage or scanned.ending is not Ending.SEALED:
+                segment.stays = True
+                return None
+            stub = Stub.of(scanned, file)
+            self._cold.move(key, file)
+        finally:
+            file.close()
+        with self._making:  # no job is dropped meanwhile
+            with self._maps:
+                is_there = segment in self._streams.get(stream, [])
+            if not is_there:
+                self._cold.remove(key)
+                return None
+            self._write_stub(stub_path(segment.path), stub.encode())
+            self._moved[segment.path] = key
+            with self._writing:
+                with self._maps:
+                    segment.cold = True
+                    is_there = segment in self._streams.get(stream, [])
+                self._disk.remove(segment.path)
+        if not is_there:
+            self._cold_dead.append(segment)
+        self._reserve()
+        return stream[1], segment.next_sequence
+
+    def _write_stub(self, path: Path, data: bytes) -> None:
+        """Writes a stub, on a full disk in the reserve file's room."""
+        try:
+            replace_small_file(self._disk, path, data)
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            self._disk.remove(self.directory / RESERVE)
+            replace_small_file(self._disk, path, data)
+
+    def _first_hot(self, stream: tuple[str, str]) -> Segment | None:
+        """Returns the stream's oldest segment on disk; None if it cannot be moved."""
+        for segment in self._streams.get(stream, []):
+            if not segment.cold:
+                return None if segment.stays or segment.file is not None or not segment.offsets else segment
+        return None
+
+    def _next_to_move(self, job: str) -> tuple[str, str] | None:
+        """Returns the stream whose oldest segment is the largest. If no sealed one can be moved, seals the largest."""
+        with self._maps:
+            streams = [stream for stream in self._streams if stream[0] == job]
+            sealed = [(found.size, stream) for stream in streams if (found := self._first_hot(stream))]
+            if sealed:
+                return max(sealed)[1]
+            open_ones = [
+                (segments[-1].size, stream)
+                for stream in streams
+                if (segments := self._streams[stream])
+                and segments[-1].file is not None
+                and segments[-1].offsets
+                and all(segment.cold for segment in segments[:-1])
+            ]
+        if not open_ones or max(open_ones)[0] < min(_SEALED_BYTES_LEAST, self.segment_bytes // 2):
+            return None
+        stream = max(open_ones)[1]
+        with self._writing:
+            if not self._failed:
+                self._leave_last(stream)
+        return stream
+
+    def clean_cold(self) -> None:
+        """(the same thread) Removes objects of what was trimmed or dropped. Raises OSError."""
+        assert self._cold is not None
+        while self._cold_dead:
+            segment = self._cold_dead[0]
+            self._cold.remove(self._key(segment))
+            with self._making:  # a later job of that name may have a stub there
+                if segment in self._cold_dead:
+                    self._disk.remove(stub_path(segment.path))
+                    self._moved.pop(segment.path, None)
+                    self._cold_dead.remove(segment)
+        while self._cold_jobs:
+            for key in self._cold.keys(self._cold_jobs[0]):
+                self._cold.remove(key)
+            self._cold_jobs.pop(0)
+
+    def clean_left(self) -> None:
+        """(the same thread, once) Removes objects that a kill has left without a stub. Raises OSError."""
+        assert self._cold is not None
+        for job, meta in list(self._metas.items()):  # those of a quarantined job stay
+            found = self._cold.keys(meta.uid)
+            with self._maps:
+                mine = [segment for of, some in self._streams.items() if of[0] == job for segment in some]
+                known = {self._key(segment) for segment in (*mine, *self._cold_dead) if segment.cold}
+            for key in found:
+                if key not in known:
+                    self._cold.remove(key)
 
     def remove(self, job: str, stream: str, below_sequence: int) -> int:
         """Unlinks whole segments. Returns the freed bytes. The manifest records where the stream continues."""
@@ -721,6 +899,8 @@ class DirectoryStorage:
                     segments.remove(segment)
                     self._unsynced.pop(segment, None)
                     self._open.pop(segment, None)
+        self._cold_dead += [segment for segment in dead if segment.cold]
+        dead = [segment for segment in dead if not segment.cold]
         freed = 0
         try:
             while dead:
@@ -752,6 +932,10 @@ class DirectoryStorage:
     def _forget(self, job: str) -> None:
         """Forgets what is kept of the job outside its directory. A leftover is harmless: it has no directory."""
         line = self._book.lines.get(job)
+        if line is not None and self._cold is not None:
+            self._cold_jobs.append(line.uid)
+            self._cold_dead = [dead for dead in self._cold_dead if dead.owner.uid != line.uid]
+            self._moved = {path: key for path, key in self._moved.items() if not key.startswith(line.uid)}
         if line is not None:
             self._acked.forget(bytes.fromhex(line.uid))
         self._metas.pop(job, None)
@@ -761,8 +945,18 @@ class DirectoryStorage:
             self._book.forget(job)
 
     def _remove_forgotten(self) -> None:
+        for name, is_dir in self._disk.names(self.directory):
+            if is_dir and is_grave(name):
+                self._forget_cold(self.directory / name)
         empty(self._disk, self.directory)
         self._reserve()
+
+    def _forget_cold(self, grave: Path) -> None:
+        """Remembers the objects of a dropped job, by its manifest."""
+        with suppress(OSError, ManifestDamaged):
+            meta = manifests.load_manifest(self._disk, grave)
+            if self._cold is not None and meta is not None and meta.uid not in self._cold_jobs:
+                self._cold_jobs.append(meta.uid)
 
     def close(self) -> None:
         """Seals what can be sealed and closes all files. The next start recovers from what fails here."""

@@ -21,6 +21,8 @@ class RecoveredStream:
     holes: list[Hole]
     quarantined: str = ""
     torn_bytes: int = 0
+    cold_below: int = 0
+    """Records of lower sequences are in the cold tier."""
 
 
 @dataclass(slots=True)
@@ -53,6 +55,8 @@ class Place:
     offset: int
     end_sequence: int
     """Exclusive end of the sequences whose frames follow each other in this file."""
+    key: str = ""
+    """The object that has the file's content, if it was moved to the cold tier."""
 
     def behind(self, size: int) -> "Place":
         return replace(self, offset=self.offset + size)
