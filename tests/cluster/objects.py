@@ -1,4 +1,4 @@
-"""Checkpoints and cold segments of the log in S3: kills between any two requests, errors, slow answers; drills."""
+"""Checkpoints in S3: kills between any two requests, errors, slow answers; drills in every phase."""
 
 import json
 import multiprocessing
@@ -8,30 +8,20 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import grpc
-
-from swift_ft._pb import log_pb2, log_pb2_grpc
-from swift_ft.errors import ServiceError, SwiftError
-from swift_ft.log import admin
-from swift_ft.log.protocol import open_channel
-from swift_ft.objects import Objects
+from swift_ft.errors import ServiceError
 from swift_ft.state.checkpoint_store import CheckpointStore
 from swift_ft.state.digests import digest_of
 from tests.cluster import s3, saver
 from tests.cluster.rows import Row, row
 from tests.cluster.saver import state
 from tests.frameworks.environment import ROOT
-from tests.integration.logserver_world import JOB, LogServer
 from tests.unit.checkpoint.holding import Holding
-from tests.unit.log.append_call import Call
-from tests.unit.log.frames import STREAM, body_of, frame_of
 
 URL = f"s3://{s3.BUCKET}/jobs"
 _DRILL = ("drill", "--model", "tiny", "--microbatches", "4", "--steps", "15", "--checkpoint-every", "5")
@@ -52,7 +42,6 @@ def cases(only: str) -> Iterator[Row]:
         for name, case in (
             ("a rank is killed between any two requests of a save", kills),
             ("answers are lost, errors and slow answers", errors),
-            ("a log server is killed between any two requests of its cold tier", log_kills),
         ):
             if only in name:
                 store.again()
@@ -221,103 +210,3 @@ def errors(store: s3.Store, name: str) -> Row:
         saving.close()
     seconds = round((time.monotonic() - began) / count, 2)
     return row(name, saves=count, seconds_each=seconds, requests=len(store.requests))
-
-
-# --- the log's cold tier ---
-
-_RECORDS, _BODY_BYTES = 40, 20_000
-_QUOTA = ("--quota-bytes", "300000", "--segment-bytes", "50000")
-
-
-def log_kills(store: s3.Store, name: str) -> Row:
-    """A log server takes several times its quota. It is killed when its n-th request was carried out, and started
-    again. Then its writer goes on. All that was acknowledged is read, also after one more start; a trim leaves nothing
-    there."""
-    for number in range(1, 1000):
-        store.again()
-        url = f"{URL}/log-{number}"
-        with tempfile.TemporaryDirectory(prefix="swift-log-") as place:
-            server = LogServer(Path(place) / "log", "--cold", url, *_QUOTA)
-            try:
-                problem, killed = _killed_log(store, server, number)
-            except (AssertionError, grpc.RpcError) as error:
-                return row(name, f"killed at request {number}: {error!r}")
-        if problem or (left := _left(url)):
-            return row(name, f"killed at request {number}: {problem or left}")
-        if not killed:
-            return row(name, "" if number > 8 else f"only {number - 1} kills", kills=number - 1)
-    return row(name, "it never ends")
-
-
-class _Client:
-    """(`HasChannel`) Also across restarts."""
-
-    def __init__(self, address: str) -> None:
-        self.channel = open_channel(address)
-
-
-def _killed_log(store: s3.Store, server: LogServer, number: int) -> tuple[str, bool]:
-    """Returns what is wrong, and whether the server was killed."""
-    killed = threading.Event()
-
-    def kill(asked: s3.Asked) -> None:
-        if asked.number == number:
-            assert server.process is not None
-            server.process.kill()
-            server.process.wait()
-            killed.set()
-
-    store.after = kill
-    try:
-        server.start()
-        server.fence(1)
-    except (AssertionError, SwiftError):
-        if not killed.wait(10):
-            raise
-        server.start()
-        server.fence(1)
-    if problem := _write(server, killed):
-        return problem, killed.is_set()
-    for _ in range(2):
-        if _read(server) != list(range(_RECORDS)):
-            return f"other records are read: {_read(server)}", killed.is_set()
-        server.stop()
-        server.start()
-    admin.trim(server.address, JOB, _RECORDS, 20.0)
-    until = time.monotonic() + 20
-    while _left(server.flags[1]) and time.monotonic() < until:
-        time.sleep(0.1)
-    return "" if server.stop() == 0 else "it did not end", killed.is_set()
-
-
-def _left(url: str) -> list[str]:
-    return [entry.path for entry in Objects.at(url).entries() if entry.path.endswith(".seg")]
-
-
-def _write(server: LogServer, killed: threading.Event) -> str:
-    sequence, until = 0, time.monotonic() + 60
-    while sequence < _RECORDS:
-        try:
-            if killed.is_set() and server.process is not None and server.process.poll() is not None:
-                server.start()
-            call = Call(_Client(server.address))
-            call.open(acked=sequence)
-            sequence = call.opened[STREAM]
-            while sequence < _RECORDS:
-                call.send(frame_of(sequence, body=body_of(sequence, _BODY_BYTES))[1])
-                call.until_acked(sequence + 1)
-                sequence += 1
-        except grpc.RpcError as error:
-            if time.monotonic() > until:
-                return f"record {sequence}: {error.details() if isinstance(error, grpc.Call) else error}"
-            time.sleep(0.05)
-    return ""
-
-
-def _read(server: LogServer) -> list[int]:
-    """Returns the sequences of the records that are there, each as it was sent."""
-    request = log_pb2.ReadRequest(job=JOB, stream=STREAM, from_step=0, follow=False)
-    stub = log_pb2_grpc.LogStub(open_channel(server.address))
-    content = b"".join(reply.frames for reply in stub.Read(request, timeout=30))
-    sent = [frame_of(sequence, body=body_of(sequence, _BODY_BYTES))[1] for sequence in range(_RECORDS)]
-    return list(range(_RECORDS)) if content == b"".join(sent) else [len(content)]
