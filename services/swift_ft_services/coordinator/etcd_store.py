@@ -266,7 +266,7 @@ class EtcdStore:
         if staged:
             await self._apply(revision, staged)
         elif await self._range(self._key("staged/"), _end(self._key("staged/")), limit=1):
-            await self._guarded([_delete(self._key("staged/"), _end(self._key("staged/")))])
+            await self._advance(revision, 0, [_delete(self._key("staged/"), _end(self._key("staged/")))])
         self._rows = {}
         await self.read()
 
@@ -290,17 +290,16 @@ class EtcdStore:
         """Writes `head`, and carries the operations out with it, if nobody else has written it since."""
         key = self._key("head")
         content = json.dumps({"revision": revision, "staged": staged}).encode()
-        last = pb.Compare(key=key, target=pb.Compare.MOD, mod_revision=self._head[1])
+        held = self._held
         there = pb.RequestOp(request_range=pb.RangeRequest(key=key))
         asked = pb.TxnRequest(
-            compare=[self._ours(), last], success=[_put(key, content), *operations], failure=[there]
+            compare=[self._ours(), self._last()], success=[_put(key, content), *operations], failure=[there]
         )
         reply = await self._call("KV", "Txn", asked)
         if reply.succeeded:
             self._head = (revision, reply.header.revision)
             return
         (found,) = reply.responses[0].response_range.kvs or [pb.KeyValue()]
-        held = self._held
         if held is not None and found.value == content and await self._is_held(held):
             self._head = (revision, found.mod_revision)  # its first try was carried out, and the answer lost
             return
@@ -308,10 +307,10 @@ class EtcdStore:
         raise StoreConflict(f"{self._where}: another coordinator has taken the store over")
 
     async def _guarded(self, operations: Sequence[pb.RequestOp]) -> None:
-        """Carries the operations out while the store is held. They may be carried out twice."""
-        if not (
-            await self._call("KV", "Txn", pb.TxnRequest(compare=[self._ours()], success=operations))
-        ).succeeded:
+        """Carries the operations out, perhaps twice, while the store is held and `head` is as it is now: an attempt
+        that a paused member makes after its repetition must not undo a later transaction."""
+        compare = [self._ours(), self._last()]
+        if not (await self._call("KV", "Txn", pb.TxnRequest(compare=compare, success=operations))).succeeded:
             self._lose("another coordinator holds it")
             raise StoreConflict(f"{self._where}: another coordinator has taken the store over")
 
@@ -323,6 +322,9 @@ class EtcdStore:
         if self._held is None:
             raise StoreConflict(f"{self._where}: the store is not held")
         return pb.Compare(key=self._key("hold"), target=pb.Compare.CREATE, create_revision=self._held.created)
+
+    def _last(self) -> pb.Compare:
+        return pb.Compare(key=self._key("head"), target=pb.Compare.MOD, mod_revision=self._head[1])
 
     def _operations(
         self, transaction: Transaction, revision: int

@@ -200,6 +200,34 @@ def test_a_commit_whose_answer_is_lost_is_made_once(etcd: FakeEtcd) -> None:
     asyncio.run(run())
 
 
+def test_an_attempt_that_is_carried_out_late_changes_nothing(
+    etcd: FakeEtcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member that is paused has read a request; its repetition at another member is carried out, and what follows."""
+
+    async def run() -> None:
+        real, asked = etcd._txn, list[etcd_pb2.TxnRequest]()
+
+        def txn(request: etcd_pb2.TxnRequest) -> etcd_pb2.TxnResponse:
+            asked.append(request)
+            return real(request)
+
+        monkeypatch.setattr(etcd, "_txn", txn)
+        key = b"swift/test/staged/00000000"  # an earlier holder has left it
+        etcd.rows[key] = etcd_pb2.KeyValue(key=key, value=b"left", create_revision=1, mod_revision=1)
+        store = await held_in(etcd)
+        await store.commit(Transaction(puts=BIG))
+        await store.commit(Transaction(puts={"k299": "newer"}))
+        before = await store.read()
+        assert before["k299"].value == "newer"
+        assert len(asked) > 100
+        assert not [request for request in asked if real(request).succeeded]
+        assert await store.read() == before
+        await store.close()
+
+    asyncio.run(run())
+
+
 def test_a_holder_without_its_lease_answers_and_commits_nothing(etcd: FakeEtcd) -> None:
     async def run() -> None:
         now = [0.0]
