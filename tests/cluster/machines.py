@@ -24,9 +24,9 @@ from tests.integration.test_partitions import PORT, World
 STEPS = 250
 CASES: Mapping[str, tuple[str, int, str, str]] = {
     "a machine of two is lost": ("usual", 1, "ab", "b"),
-    "…, --detect fast": ("fast", 1, "ab", "b"),
-    "two neighbours of four are lost at once": ("usual", 1, "abcd", "bc"),
-    "…, --copies 2": ("usual", 2, "abcd", "bc"),
+    "a machine of two is lost, with --detect fast": ("fast", 1, "ab", "b"),
+    "two neighbours of four are lost at once, one copy": ("usual", 1, "abcd", "bc"),
+    "two neighbours of four are lost at once, two copies": ("usual", 2, "abcd", "bc"),
 }
 """case → --detect, --copies, the machines that train, those of them that are lost"""
 SPARES = "ef"

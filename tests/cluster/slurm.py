@@ -1,0 +1,239 @@
+"""Slurm: a controller and machines in network namespaces, each with a slurmd; examples/slurm as it is."""
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.cluster.rows import Row, row
+from tests.frameworks.environment import ROOT, Unavailable
+from tests.integration.namespaces import Network, skip_where_impossible
+
+SCRIPT = ROOT / "examples" / "slurm" / "train.sbatch"
+MACHINES = "abcd"
+STEPS = 300
+TIMEOUT_S = 300.0
+TRAINER = ("-m", "swift_ft.lab.drill.trainer", "--stages", "2", "--model", "tiny", "--microbatches", "4")
+_CONF = """\
+ClusterName=swift
+SlurmctldHost=meta({meta})
+AuthType=auth/none
+CredType=cred/none
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation={place}/state
+SlurmdSpoolDir={place}/spool-%n
+SlurmctldPidFile={place}/slurmctld.pid
+SlurmdPidFile={place}/%n.pid
+SlurmctldLogFile={place}/slurmctld.log
+SlurmdLogFile={place}/%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+MpiDefault=none
+ReturnToService=2
+SlurmdTimeout=10
+KillWait=5
+AccountingStorageType=accounting_storage/none
+JobAcctGatherType=jobacct_gather/none
+{nodes}
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
+"""
+
+
+def cases(only: str) -> Iterator[Row]:
+    _have()
+    with tempfile.TemporaryDirectory(prefix="swift-slurm-") as name:
+        place = Path(name)
+        with Cluster(place / "twin") as cluster:
+            wanted = cluster.digests(cluster.submit())
+        for number, case in enumerate((a_machine, the_first_machine, time_limit)):
+            words = (case.__doc__ or "").rstrip(".")
+            if only in words:
+                with Cluster(place / str(number)) as cluster:
+                    figures = case(cluster)
+                    equal = cluster.digests(figures.pop("job")) == wanted
+                yield row(words, "" if equal else "other bits", **figures)
+
+
+def a_machine(cluster: "Cluster") -> dict[str, Any]:
+    """A machine that trains is killed: the spare one takes its place."""
+    job = cluster.submit()
+    cluster.until_step(20)
+    first = cluster.field(job, "BatchHost")
+    cluster.kill(next(machine for machine in cluster.training() if machine != first))
+    cluster.until(lambda: len(cluster.trace("script_start")) > 2, "the spare machine")
+    return {"job": job, "restarts": cluster.restarts(job)}
+
+
+def the_first_machine(cluster: "Cluster") -> dict[str, Any]:
+    """The machine with the coordinator is killed: Slurm begins the job again, at the newest checkpoint."""
+    job = cluster.submit()
+    cluster.until_step(20)
+    cluster.kill(cluster.field(job, "BatchHost"))
+    cluster.until(lambda: cluster.restarts(job) >= 1, "the job to be queued again")
+    return {"job": job, "restarts": cluster.restarts(job)}
+
+
+def time_limit(cluster: "Cluster") -> dict[str, Any]:
+    """SIGTERM as before a time limit: a checkpoint, and the job goes on there once it is queued again."""
+    job = cluster.submit()
+    cluster.until_step(20)
+    cluster.call("scancel", "--signal=TERM", job)
+    cluster.until(lambda: cluster.restarts(job) >= 1, "the job to be queued again")
+    return {"job": job, "restarts": cluster.restarts(job)}
+
+
+def _have() -> None:
+    """Raises Unavailable if Debian's packages cannot be had."""
+    try:
+        skip_where_impossible()
+    except pytest.skip.Exception as skipped:
+        raise Unavailable(str(skipped)) from None
+    if shutil.which("slurmctld") and shutil.which("slurmd"):
+        return
+    command = ["apt-get", "install", "--yes", "--quiet", "--no-install-recommends", "slurm-wlm"]
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode:
+        raise Unavailable(f"slurm-wlm cannot be installed: {done.stderr.strip()[-300:]}")
+
+
+def _space(pid: int) -> str:
+    """Returns the network namespace of a process. Raises OSError if it is gone."""
+    return os.readlink(f"/proc/{pid}/ns/net")
+
+
+class Cluster:
+    """A context manager."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self._stack = contextlib.ExitStack()
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> "Cluster":
+        for name in ("state", "shared", "digests", *(f"spool-{machine}" for machine in MACHINES)):
+            (self.place / name).mkdir(parents=True)
+        self.network = Network("meta", *MACHINES, named=True)
+        self._stack.callback(self.network.close)
+        nodes = "\n".join(
+            f"NodeName={each} NodeHostname={each} NodeAddr={self.network.host(each)} CPUs=2 RealMemory=1000"
+            for each in MACHINES
+        )
+        conf = self.place / "slurm.conf"
+        conf.write_text(_CONF.format(meta=self.network.host("meta"), place=self.place, nodes=nodes))
+        self._env = {
+            **os.environ,
+            "SLURM_CONF": str(conf),
+            "PATH": f"{ROOT}/.venv/bin:{os.environ['PATH']}",
+            "SHARED": str(self.place / "shared"),
+            "SCRATCH": str(self.place),
+            "SWIFT_DIGESTS": str(self.place / "digests"),
+            "SWIFT_EVENTS": str(self.place / "shared"),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "e0",
+        }
+        hosts = ",".join(self.network.host(machine) for machine in MACHINES)
+        self.call(
+            "swift-ft", "credentials", "init", str(self.place / "shared" / "credentials"), "--hosts", hosts
+        )
+        self._daemon("meta", "slurmctld", "-D")
+        for machine in MACHINES:
+            self._daemon(machine, "slurmd", "-D", "-N", machine)
+        self.until(lambda: "idle" in self.call("sinfo", "--noheader"), "the machines")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(subprocess.SubprocessError):
+            self.call("scancel", "--full", "--state=RUNNING")
+        for machine in ("meta", *MACHINES):
+            self._end(machine)
+        self._stack.close()
+
+    def _daemon(self, machine: str, *command: str) -> None:
+        output = (self.place / f"{machine}.out").open("wb")
+        self._stack.callback(output.close)
+        words = [*self.network.inside(machine), *command]
+        self._daemons[machine] = subprocess.Popen(words, env=self._env, stdout=output, stderr=output)
+
+    def _end(self, machine: str) -> None:
+        """With all that Slurm has started there: its processes are not the daemon's children."""
+        daemon = self._daemons.pop(machine, None)
+        if daemon is None:
+            return
+        space = _space(daemon.pid)
+        for process in psutil.process_iter():
+            with contextlib.suppress(OSError, psutil.NoSuchProcess):
+                if process.name() != "cat" and _space(process.pid) == space:  # that one keeps the namespace
+                    process.kill()
+        daemon.wait(20)
+
+    def kill(self, machine: str) -> None:
+        self.network.isolate(machine)
+        self._end(machine)
+
+    def call(self, *command: str) -> str:
+        words = [*self.network.inside("meta"), *command]
+        done = subprocess.run(words, env=self._env, capture_output=True, text=True, timeout=60, check=False)
+        if done.returncode:
+            raise subprocess.SubprocessError(f"{command[0]}: {done.stderr.strip()}")
+        return done.stdout
+
+    def submit(self) -> str:
+        arguments = [*TRAINER, "--steps", str(STEPS)]
+        flags = ["--parsable", "--job-name=job", "--time=1:00:00", f"--output={self.place}/output"]
+        return self.call("sbatch", *flags, str(SCRIPT), *arguments).strip()
+
+    def field(self, job: str, name: str) -> str:
+        shown = self.call("scontrol", "--oneliner", "show", "job", job)
+        return shown.partition(f" {name}=")[2].partition(" ")[0]
+
+    def restarts(self, job: str) -> int:
+        return int(self.field(job, "Restarts") or 0)
+
+    def training(self) -> list[str]:
+        """Machines on which ranks are."""
+        spaces = {_space(daemon.pid): machine for machine, daemon in self._daemons.items()}
+        return [spaces[_space(each["pid"])] for each in self.trace("script_start")]
+
+    def trace(self, event: str) -> list[dict[str, Any]]:
+        found = []
+        for path in (self.place / "shared").glob("*.jsonl"):
+            for line in path.read_text(errors="replace").splitlines():
+                with contextlib.suppress(json.JSONDecodeError):
+                    if (each := json.loads(line)).get("event") == event:
+                        found.append(each)
+        return found
+
+    def until_step(self, step: int) -> None:
+        self.until(lambda: any(each["step"] >= step for each in self.trace("loss")), f"step {step}")
+
+    def until(self, look: Callable[[], object], what: str) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not look():
+            if time.monotonic() > deadline:
+                raise AssertionError(f"waited for {what}: {self.output()}")
+            time.sleep(0.2)
+
+    def output(self) -> str:
+        path = self.place / "output"
+        return path.read_text(errors="replace")[-3000:] if path.exists() else ""
+
+    def digests(self, job: str) -> dict[str, Any]:
+        self.until(
+            lambda: self.field(job, "JobState") in ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL"),
+            "the end",
+        )
+        found = sorted((self.place / "digests").glob(f"*-v{STEPS}.json"))
+        assert len(found) == 2, f"{self.field(job, 'JobState')}: {self.output()}"
+        return {path.name: json.loads(path.read_text()) for path in found}
