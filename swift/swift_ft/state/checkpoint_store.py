@@ -288,7 +288,8 @@ class CheckpointStore:
         if self._past.begun:
             self._call_off()  # the previous generation's write
             for version in self.versions():
-                self._place.remove(self._own_older(version))
+                if version > above:  # an adopted one stays until `save` has written it again
+                    self._place.remove(self._own_older(version))
             return
         try:
             aside = self._set_aside(check_held, above)

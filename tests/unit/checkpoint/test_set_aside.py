@@ -44,6 +44,20 @@ def test_what_an_earlier_job_left_is_neither_used_nor_lost(
     CheckpointStore(tmp_path, 0, Holding()).set_aside(held)
 
 
+def test_what_it_has_adopted_is_there_until_it_is_saved_again(tmp_path: Path) -> None:
+    """A rank died before the adopted job ran, and the others begin again: a kill of all loses no checkpoint."""
+    saved(tmp_path, {"x": torch.ones(4)}, generation=3)
+    holder = Holding()
+    store = CheckpointStore(tmp_path, 0, holder)
+    for holder.entered in (1001, 1002):
+        state = store.load(version=1)
+        store.set_aside(held, above=1)
+        assert torch.equal(load(tmp_path, version=1)["x"], torch.ones(4))
+        store.save(1, state, lambda _version: None, unexpected)
+        store.wait()
+    assert [path.name.partition("-")[0] for path in tmp_path.glob("v*/rank0/*")] == ["g1002"]
+
+
 def test_a_process_that_begins_again_takes_its_own_for_no_earlier_jobs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
