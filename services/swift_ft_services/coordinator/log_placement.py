@@ -118,15 +118,16 @@ class Places:
 
     def overdue(self, now: float, hosts: Collection[str] = ()) -> dict[int, str]:
         """Returns the servers that are lost by their silence -> reason. `hosts`: machines whose ranks are all silent: a
-        server that has been silent there for half a lease is lost with them."""
-        ages, limit_s = self._ages_s(now), self._timing.log_lost_s
-        if not limit_s or min(ages.values(), default=limit_s) >= limit_s / 2:
+        server that has been silent there for half a lease is lost with them, if another one has not been."""
+        ages, limit_s, soon_s = self._ages_s(now), self._timing.log_lost_s, self._timing.lease_s / 2
+        heard_s = min(ages.values(), default=limit_s)
+        if not limit_s or heard_s >= limit_s / 2:
             return {}
         found = {n: f"has not answered for {age:.1f} s" for n, age in ages.items() if age > limit_s}
         with_ranks = {
             n: f"has not answered for {age:.1f} s, like the ranks of its machine"
             for n, age in ages.items()
-            if self._row.log_servers[n].host in hosts and age > self._timing.lease_s / 2
+            if self._row.log_servers[n].host in hosts and heard_s <= soon_s < age
         }
         return with_ranks | found
 
