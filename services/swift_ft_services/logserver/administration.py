@@ -401,21 +401,26 @@ class Tiering:
         """Moves segments until there is room again, or nothing to move."""
         while not self._stop.is_set():
             with self._state.changed:
-                job = self._state.space.to_move()
-                known = self._state.core.jobs.get(job or "")
-            if known is None:
+                jobs = self._state.core.jobs
+                known = [jobs[name] for name in self._state.space.to_move() if name in jobs]
+            # A large job may have nothing to move; then others give room.
+            if not any(self._move_of(job) for job in known):
                 return
-            moved = self._storage.move_oldest(known.name)
-            if moved is None:
-                return
-            name, below = moved
-            with self._state.changed:
-                stream = known.streams.get(name)
-                if self._state.core.jobs.get(known.name) is not known or stream is None:
-                    continue  # dropped meanwhile
-                before = stream.cold_bytes
-                stream.moved(below)
-                size = stream.cold_bytes - before
-                self._state.space.recount(self._state.core, trimmed=False)
-            events.emit("moved", job=known.name, stream=name, bytes=size, below=below)
-            self._watch.files_removed()
+
+    def _move_of(self, job: JobState) -> bool:
+        """Moves one segment of the job. Returns whether there was one."""
+        moved = self._storage.move_oldest(job.name)
+        if moved is None:
+            return False
+        name, below = moved
+        with self._state.changed:
+            stream = job.streams.get(name)
+            if self._state.core.jobs.get(job.name) is not job or stream is None:
+                return True  # dropped meanwhile
+            before = stream.cold_bytes
+            stream.moved(below)
+            size = stream.cold_bytes - before
+            self._state.space.recount(self._state.core, trimmed=False)
+        events.emit("moved", job=job.name, stream=name, bytes=size, below=below)
+        self._watch.files_removed()
+        return True

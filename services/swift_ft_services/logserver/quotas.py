@@ -232,13 +232,14 @@ class Space:
                 return full.words()
         return ""
 
-    def to_move(self) -> str | None:
-        """Returns the job whose records should go to the cold tier, before an alarm begins; None if there is room."""
+    def to_move(self) -> list[str]:
+        """Returns the jobs whose records should go to the cold tier, before an alarm begins, the largest first; none if
+        there is room."""
         low = self.config.low_water
         over = [name for name, account in self.jobs.items() if account.part() >= low]
         if self.server.part() >= low or self.disk is not DiskState.OPEN:
             over = list(self.jobs)
-        return max(over, key=lambda name: self.jobs[name].used_bytes, default=None)
+        return sorted(over, key=lambda name: self.jobs[name].used_bytes, reverse=True)
 
     def high_mark_bytes(self, account: Account) -> int:
         return round(self.config.high_water * account.limit_bytes)

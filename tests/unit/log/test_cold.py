@@ -4,6 +4,7 @@ nothing."""
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -345,3 +346,28 @@ def test_a_flipped_bit_in_an_object_is_damage_of_that_record(tmp_path: Path, col
         cold.objects.put(cold.keys[0], content)
         with pytest.raises(Exception, match="checksum does not match"):
             frames(server)
+
+
+def test_a_large_job_with_nothing_to_move_is_passed_over(
+    tmp_path: Path, cold: Cold, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = DirectoryStorage(tmp_path, 20_000, cold=cold.tier)
+    with InProcess(
+        storage, EngineConfig(space=SpaceConfig(quota_bytes=QUOTA)), jobs=storage.recover()
+    ) as server:
+        send(server, 0, 24)
+        damaged = tmp_path / JOB / STREAM / names(tmp_path)[0]
+        content = bytearray(damaged.read_bytes())
+        content[6000] ^= 1
+        damaged.write_bytes(content)
+        server.engine.administration.fence("other", 1)
+        monkeypatch.setattr("tests.unit.log.append_call.JOB", "other")
+        monkeypatch.setattr("tests.unit.log.test_cold.frame_of", partial(frame_of, job="other"))
+        send(server, 0, 15)
+        space = server.engine.state.space
+        server.engine.watch.check()
+        assert space.to_move() == [JOB, "other"]
+        tiering = Tiering(server.engine.state, storage, server.engine.watch)
+        tiering._move()
+        assert space.jobs["other"].used_bytes < space.jobs[JOB].used_bytes / 4
+        assert cold.keys
