@@ -137,7 +137,7 @@ def make(
     """Makes or renews all files below `directory`; the authority and the signing key stay once they are there.
 
     Args:
-        hosts: names and addresses at which services are reached, beside loopback's.
+        hosts: names and addresses at which services are reached, beside loopback's and those known already.
         job: whose ranks the token of `ranks` is for.
         hours: the tokens' lifetime.
         days: the certificates' lifetime.
@@ -153,12 +153,23 @@ def make(
         make_directory(folder)
         write_file(folder / CA_FILE, authority.certificate.read_bytes(), secret=False)
         served = ["localhost", "127.0.0.1", "::1", *hosts] if holder == "services" else []
+        served += [host for host in _served(folder / CERTIFICATE_FILE) if host not in served]
         authority.issue(Path(CERTIFICATE_FILE).stem, *served, folder=folder, days=days)
         token = key.mint(job if holder == "ranks" else EVERY_JOB, roles, hours * 3600, subject=holder)
         write_file(folder / TOKEN_FILE, f"{token}\n".encode(), secret=True)
     for public in (directory / "authority" / "verifying").glob("*.pem"):
         write_file(directory / "services" / public.name, public.read_bytes(), secret=False)
     return signing
+
+
+def _served(certificate: Path) -> list[str]:
+    """Returns the names and addresses of a server's certificate; none if it is not there, or a client's."""
+    try:
+        extensions = x509.load_pem_x509_certificate(certificate.read_bytes()).extensions
+        names = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (FileNotFoundError, ValueError, x509.ExtensionNotFound):
+        return []
+    return [str(name.value) for name in names]
 
 
 def parser() -> Parser:
@@ -173,7 +184,8 @@ def parser() -> Parser:
         "--hosts",
         default="",
         metavar="HOST,HOST",
-        help="names and addresses of the machines with log servers and coordinators, as clients call them",
+        help="names and addresses of the machines with log servers and coordinators, as clients call them; those named "
+        "before stay",
     )
     add("--job", default=EVERY_JOB, metavar="NAME", help="the job of the ranks' token (default: every job)")
     add("--hours", type=float, default=24.0, metavar="H", help="lifetime of tokens (default %(default)g)")

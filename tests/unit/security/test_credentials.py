@@ -4,6 +4,7 @@ import stat
 from pathlib import Path
 
 import pytest
+from cryptography import x509
 
 from swift_ft import cli
 from swift_ft.cli_parser import Parser
@@ -52,6 +53,18 @@ def test_secrets_are_their_owners_alone(directory: Path) -> None:
     held = {f"{holder}/{name}" for holder in credentials.HOLDERS for name in ("tls.key", "token")}
     assert secret == {"authority/ca.key", *keys, *held}
     assert stat.S_IMODE((directory / "authority").stat().st_mode) == 0o700
+
+
+def test_a_renewal_keeps_the_hosts_that_were_named(directory: Path) -> None:
+    credentials.make(directory, ["node2", "10.0.0.5"])
+    credentials.make(directory, [])
+    renewed = x509.load_pem_x509_certificate((directory / "services" / "tls.pem").read_bytes())
+    names = renewed.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert {str(name.value) for name in names} == {
+        *("localhost", "127.0.0.1", "::1"),
+        *("node1", "node2", "10.0.0.5"),
+    }
+    assert len(list(names)) == 6
 
 
 def test_each_holder_may_do_what_its_roles_say(
