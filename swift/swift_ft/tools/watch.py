@@ -6,10 +6,12 @@ answers browsers, and a browser needs no token.
 
 import argparse
 import os
+import socket
 import sys
 from collections.abc import Iterable, Sequence
 from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
 from swift_ft._pb import coordinator_pb2 as pb
@@ -154,8 +156,17 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, listen: tuple[str, int], coordinator: str, job: str) -> None:
+        host = listen[0]
+        if ":" in host:
+            self.address_family = socket.AF_INET6
         super().__init__(listen, _Handler)
         self.coordinator, self.job = coordinator, job
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.server_port}/"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Says nothing of a browser that has left before its answer."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -163,8 +174,11 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 10.0
 
     def do_GET(self) -> None:
-        host = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
-        if not is_loopback(host) and host != self.server.server_address[0]:
+        try:
+            host = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
+        except ValueError:
+            host = ""
+        if not is_loopback(host):
             self._answer(403, "open this page by its address\n", "text/plain")  # a name of somebody else's
             return
         job = unquote(self.path.removeprefix("/job/")) if self.path.startswith("/job/") else self.server.job
@@ -250,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SwiftError as error:
         tell(error)
         return error.exit_code
-    print(f"open http://127.0.0.1:{server.server_port}/ (Ctrl-C ends it)", flush=True)
+    print(f"open {server.url} (Ctrl-C ends it)", flush=True)
     with server:
         try:
             server.serve_forever()

@@ -1,6 +1,8 @@
 """The live page: what it shows, what it escapes, whom it answers."""
 
 import http.client
+import socket
+import struct
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -118,7 +120,8 @@ def test_a_coordinator_that_does_not_answer_is_said_and_asked_again(
 
 
 def test_another_sites_name_for_this_machine_gets_nothing(port: int) -> None:
-    assert get(port, "/", "evil.example")[0] == 403
+    for host in ("evil.example", "127.0.0.1.evil.example", "[evil"):
+        assert get(port, "/", host)[0] == 403
     assert get(port, "/", f"localhost:{port}")[0] == 200
     assert get(port, "/favicon.ico")[0] == 404
 
@@ -126,3 +129,20 @@ def test_another_sites_name_for_this_machine_gets_nothing(port: int) -> None:
 def test_it_listens_on_loopback_only(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["watch", "--coordinator", "127.0.0.1:1", "--listen", "0.0.0.0:0"]) == 2
     assert "the page asks nobody for a token: give a loopback address" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("host", ["127.0.0.2", "[::1]"])
+def test_it_says_where_it_listens(host: str) -> None:
+    given = watch.parser().parse_args(["--coordinator", "127.0.0.1:1", "--listen", f"{host}:0"])
+    with watch.serve(given) as server:
+        assert server.url == f"http://{host}:{server.server_port}/"
+
+
+def test_a_browser_that_leaves_early_is_no_error(port: int, capfd: pytest.CaptureFixture[str]) -> None:
+    for _ in range(3):
+        connection = socket.create_connection(("127.0.0.1", port))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        connection.close()  # with a reset
+    assert get(port, "/")[0] == 200
+    assert capfd.readouterr().err == ""
