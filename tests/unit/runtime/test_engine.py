@@ -160,9 +160,12 @@ def test_a_record_that_was_not_taken_is_refused_however_many_generations_come_be
         with pytest.raises(ReplayRefused, match="what rank 1 has done is not in the log: s1"):
             engine._recovery._follow(plan_of(strategy), lambda: None)
     assert followed == []
+    restored: list[int] = []
+    engine._recovery._saving.restores = restored.append  # type: ignore[method-assign]
     for strategy in (Strategy.CHECKPOINT, Strategy.KEEP):  # it does these steps again
         engine._recovery._follow(plan_of(strategy), lambda: None)
     assert followed == [Strategy.CHECKPOINT, Strategy.KEEP]
+    assert len(restored) == 1
 
 
 def plan_of(strategy: Strategy) -> PublishedPlan:
