@@ -768,7 +768,8 @@ class Job(Transitions):
         waits = row.state in (State.FORMING, State.FENCING, State.PLANNING)
         if blocked.generation != row.generation or not waits:
             return []
-        if blocked.given_up and (lost := self.places.given_up_elsewhere(blocked.address, now)):
+        begins = row.state is State.FORMING  # later it may have the only copy of this job's records
+        if begins and blocked.given_up and (lost := self.places.given_up_elsewhere(blocked.address, now)):
             return self._deaths({}, lost)
         if not self.places.block(blocked.address, blocked.reason):
             return []

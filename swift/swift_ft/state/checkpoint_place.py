@@ -105,6 +105,9 @@ class Place(Protocol):
     def in_background(self, work: Callable[[], None]) -> None:
         """Does the work where it delays nobody; what has not begun is given up for it."""
 
+    def end_background(self) -> None:
+        """Gives up the work in the background that has not begun, and waits for the end of the rest."""
+
     def for_write(self) -> "Place":
         """Returns the place as one write uses it, which `end_stuck_write` can end."""
 
@@ -323,6 +326,9 @@ class DirectoryPlace:
     def in_background(self, work: Callable[[], None]) -> None:
         work()  # it takes moments
 
+    def end_background(self) -> None:
+        """There is none."""
+
     def for_write(self) -> Place:
         return self
 
@@ -526,6 +532,12 @@ class ObjectPlace:
                     return
             with suppress(OSError):  # the next prune removes it
                 work()
+
+    def end_background(self) -> None:
+        with self._lock:
+            self._next, worker = None, self._worker
+        if worker is not None:
+            worker.join()
 
     def for_write(self) -> Place:
         self._writes = self._objects.sibling()

@@ -327,6 +327,7 @@ class CheckpointStore:
     def unmark(self, above: int) -> None:
         """(every rank, before all restore version `above`) Newer versions do not count as complete any more. Raises
         ServiceError if the place cannot be written."""
+        self._place.end_background()  # a mark that is under way would come back
         try:
             for version in self.versions():
                 if version > above and not self._holder.fenced:
@@ -353,8 +354,10 @@ class CheckpointStore:
                 events.emit("checkpoint_unmarked", rank=rank, version=version, reason=_words(error))
         for version in self.versions():
             if version < below and version not in keep:
-                with suppress(OSError):
+                try:
                     place.unmark(version)
+                except OSError:  # a marked version has its shards
+                    continue
                 shards = [*place.shards(version, rank), *place.shards(version, rank, begun=True)]
                 place.remove(_up_to(generation, shards))
                 place.tidy(version, rank)

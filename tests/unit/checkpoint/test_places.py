@@ -204,3 +204,44 @@ def test_a_job_is_exported_from_an_object_store(tmp_path: Path, monkeypatch: pyt
     assert (version, json.dumps(whole["stages"]["1"]["w"].tolist())) == (4, "[1.0, 1.0, 1.0]")
     export.write_dcp(tmp_path / "out", whole)
     assert (tmp_path / "out" / ".metadata").exists()
+
+
+def test_a_mark_that_is_under_way_does_not_come_back_after_a_restore(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another history of that version may be saved later."""
+    place = ObjectPlace(Objects(MemoryStore()), "s3://bucket/job")
+    store = save(place, 10, state(1))
+    begun, go_on = threading.Event(), threading.Event()
+    mark = place.mark
+
+    def slow(version: int, data: bytes) -> None:
+        begun.set()
+        assert go_on.wait(10)
+        mark(version, data)
+
+    monkeypatch.setattr(place, "mark", slow)
+    store.prune({10}, marks={10: b"complete"})
+    assert begun.wait(10)
+    restore = threading.Thread(target=store.unmark, args=(5,))
+    restore.start()
+    restore.join(0.2)  # it waits for the mark; if it did not, it would be done by then
+    go_on.set()
+    restore.join(10)
+    store.wait()
+    place.end_background()
+    assert place.marked(10) is None
+
+
+def test_a_version_that_cannot_be_unmarked_keeps_its_shards(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = make()
+    for version in (5, 10):
+        store = save(place, version, state(version))
+
+    def refuse(_version: int) -> None:
+        raise OSError("no answer")
+
+    monkeypatch.setattr(place, "unmark", refuse)
+    monkeypatch.setattr(place, "in_background", lambda work: work())
+    store.prune({10})
+    assert place.versions() == [5, 10]
