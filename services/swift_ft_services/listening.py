@@ -15,7 +15,7 @@ import grpc
 
 from swift_ft import events
 from swift_ft.cli_parser import host_and_port, is_loopback
-from swift_ft.credentials import CA_FILE, CERTIFICATE_FILE, KEY_FILE, use_part
+from swift_ft.credentials import CA_FILE, CERTIFICATE_FILE, KEY_FILE, act_as, own_folder
 from swift_ft.errors import UsageError
 from swift_ft.tokens import Authority, Revoked, Signature, read_file, read_secret, signature
 from swift_ft_services.authorization import Audit, CallLimits, Gate
@@ -252,7 +252,8 @@ def protection_of(options: argparse.Namespace, service: str = "") -> Protection:
         )
     if options.calls_per_peer < 1:
         raise UsageError("--calls-per-peer must be at least 1")
-    folder = use_part("services")
+    act_as("services")
+    folder = own_folder()
 
     def file(given: Path | None, name: str) -> Path | None:
         return folder / name if given is None and folder is not None else given

@@ -106,10 +106,10 @@ def _main(argv: list[str] | None) -> int:
         module = f"swift_ft.{name}"
         try:
             program = import_with_extra(module, command, "lab" if ".lab." in module else "train")
-            if os.environ.get("SWIFT_CREDENTIALS") and not name.startswith("lab.drill"):
-                from swift_ft.credentials import use_part  # imported here because grpc takes long to import
+            if os.environ.get("SWIFT_CREDENTIALS"):
+                from swift_ft.credentials import act_as  # imported here because grpc takes long to import
 
-                use_part("operators")
+                act_as("operators")
         except UsageError as error:
             tell(error)
             return 2

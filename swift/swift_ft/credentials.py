@@ -5,7 +5,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -152,28 +152,34 @@ class _Details(NamedTuple):
     keywords: Mapping[str, Any]
 
 
-def use_part(holder: str, environment: MutableMapping[str, str] = os.environ) -> Path | None:
-    """Lets this process and its children use a holder's folder of ``SWIFT_CREDENTIALS``, if that is a whole directory.
+_part = "ranks"
 
-    Returns the folder, None if the variable is not set. Raises UsageError if there are no credentials in it.
-    """
+
+def act_as(holder: str) -> None:
+    """Lets this process, but not its children, use that holder's folder of ``SWIFT_CREDENTIALS``; before: of ranks."""
+    global _part
+    _part = holder
+
+
+def own_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
+    """Returns the folder of ``SWIFT_CREDENTIALS`` that this process uses: its part, if that is a whole directory; None
+    if the variable is not set. Raises UsageError if there are no credentials in it."""
     if not environment.get(ENV_CREDENTIALS):
         return None
-    folder = Path(environment[ENV_CREDENTIALS]).absolute()
-    folder = folder / holder if (folder / holder).is_dir() else folder
+    folder = Path(environment[ENV_CREDENTIALS])
+    folder = folder / _part if (folder / _part).is_dir() else folder
     if not (folder / CA_FILE).is_file():
         raise UsageError(
             f"{ENV_CREDENTIALS} {environment[ENV_CREDENTIALS]}: there is no {CA_FILE}: "
             "make one with swift-ft credentials init, or unset it"
         )
-    environment[ENV_CREDENTIALS] = str(folder)
     return folder
 
 
 def with_files(environment: Mapping[str, str]) -> Mapping[str, str]:
     """Returns the environment; variables of files that are not set name those of ``SWIFT_CREDENTIALS``, as far as it
-    has them. Its part is `ranks` unless a program has chosen another one (`use_part`). Raises UsageError."""
-    folder = use_part("ranks", dict(environment))
+    has them. Raises UsageError."""
+    folder = own_folder(environment)
     if folder is None:
         return environment
     return {name: str(folder / file) for name, file in _FILES if (folder / file).exists()} | {

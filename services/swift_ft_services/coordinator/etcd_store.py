@@ -33,6 +33,7 @@ from swift_ft import events
 from swift_ft._pb import etcd_pb2 as pb
 from swift_ft._pb import etcd_pb2_grpc as pb_grpc
 from swift_ft.credentials import Credentials, open_channel_on_loop
+from swift_ft.errors import UsageError
 from swift_ft.text import one_line
 from swift_ft_services.coordinator.store import (
     StoreConflict,
@@ -125,6 +126,8 @@ class EtcdStore:
         """As `MetadataStore.hold`. The error names the holder's address."""
         if self._held is not None:
             await self._release()
+        if held_by := await self._range(self._key("hold"), limit=1):  # who stands by writes nothing
+            raise self._held_elsewhere(held_by[0])
         began = self._clock()
         granted = await self._call("Lease", "LeaseGrant", pb.LeaseGrantRequest(TTL=LEASE_S))
         held = _Held(lease=granted.ID, until=began + granted.TTL)
@@ -143,8 +146,7 @@ class EtcdStore:
                 await self._call(
                     "Lease", "LeaseRevoke", pb.LeaseRevokeRequest(ID=held.lease), limit_s=ATTEMPT_S
                 )
-            holder = one_line(found.value.decode(errors="replace"))
-            raise StoreHeld(f"{self._where}: another coordinator uses it, {holder}")
+            raise self._held_elsewhere(found)
         held.created = found.create_revision
         self._held = held
         self._renewing = asyncio.create_task(self._renew(held))
@@ -153,6 +155,10 @@ class EtcdStore:
         except BaseException:
             await self._release()
             raise
+
+    def _held_elsewhere(self, found: pb.KeyValue) -> StoreHeld:
+        holder = one_line(found.value.decode(errors="replace"))
+        return StoreHeld(f"{self._where}: another coordinator uses it, {holder}")
 
     async def read(self, prefix: str = "") -> dict[str, Stored]:
         async with self._turn:
@@ -222,7 +228,8 @@ class EtcdStore:
             began = self._clock()
             try:
                 left_s = await self._keep_alive(held.lease)
-            except (grpc.RpcError, TimeoutError):
+            except (grpc.RpcError, TimeoutError, asyncio.InvalidStateError, UsageError):
+                # A call that ended while it was written to; certificates that are half written.
                 self._next_member(self._at)
                 await asyncio.sleep(PAUSE_S)
                 continue

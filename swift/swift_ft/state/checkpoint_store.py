@@ -329,6 +329,7 @@ class CheckpointStore:
         ServiceError if the place cannot be written."""
         self._place.end_background()  # a mark that is under way would come back
         try:
+            self._place.is_there()  # raises if the store does not answer; `versions` would be empty
             for version in self.versions():
                 if version > above and not self._holder.fenced:
                     self._place.unmark(version)

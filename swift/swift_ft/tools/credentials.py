@@ -8,7 +8,7 @@ A directory has a folder for each kind of holder, to be copied to its machines::
     operators/  ca.pem, tls.pem, tls.key, token                people: status, inspect, logs, ...
 
 `SWIFT_CREDENTIALS` names the directory, a copy of it without ``authority``, or one folder of it
-(`swift_ft.credentials.use_part`). The files are flat, so that a Kubernetes secret can hold a folder.
+(`swift_ft.credentials.own_folder`). The files are flat, so that a Kubernetes secret can hold a folder.
 """
 
 import datetime

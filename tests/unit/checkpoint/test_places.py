@@ -245,3 +245,15 @@ def test_a_version_that_cannot_be_unmarked_keeps_its_shards(
     monkeypatch.setattr(place, "in_background", lambda work: work())
     store.prune({10})
     assert place.versions() == [5, 10]
+
+
+def test_what_cannot_be_listed_is_not_taken_for_unmarked(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = ObjectPlace(Objects(MemoryStore()), "s3://bucket/job")
+    store = save(place, 10, state(1))
+
+    def away(_self: Objects, _below: str = "") -> list[str]:
+        raise OSError(5, "no answer")
+
+    monkeypatch.setattr(Objects, "folders", away)
+    with pytest.raises(ServiceError, match="cannot be changed: no answer"):
+        store.unmark(5)

@@ -1,6 +1,7 @@
 """`swift-ft credentials init`, and processes that find their credentials by SWIFT_CREDENTIALS."""
 
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,13 +9,21 @@ from cryptography import x509
 
 from swift_ft import cli
 from swift_ft.cli_parser import Parser
-from swift_ft.credentials import ENV_CREDENTIALS, ENV_TOKEN_FILE, Credentials, use_part
+from swift_ft.credentials import ENV_CREDENTIALS, ENV_TOKEN_FILE, Credentials, act_as, own_folder
 from swift_ft.errors import AccessDenied, LogUnavailable, UsageError
 from swift_ft.log import admin
 from swift_ft.tokens import EVERY_JOB, Authority
 from swift_ft.tools import credentials
 from swift_ft_services import listening
 from tests.unit.log.service import InProcess
+
+
+@pytest.fixture(autouse=True)
+def ranks() -> Iterator[None]:
+    """As each process begins."""
+    act_as("ranks")
+    yield
+    act_as("ranks")
 
 
 @pytest.fixture
@@ -38,6 +47,7 @@ def address(directory: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     with pytest.MonkeyPatch.context() as of_the_service:
         of_the_service.setenv(ENV_CREDENTIALS, str(directory))
         service = Service()
+    act_as("ranks")
     monkeypatch.setenv(ENV_CREDENTIALS, str(directory))
     with service:
         assert service.protection.shown == "tls,mutual-tls,tokens"
@@ -75,7 +85,8 @@ def test_each_holder_may_do_what_its_roles_say(
         admin.status(address, 10)
     for part in ("operators", "services"):
         monkeypatch.setenv(ENV_CREDENTIALS, str(directory))
-        assert use_part(part) == directory / part
+        act_as(part)
+        assert own_folder() == directory / part
         assert admin.status(address, 10).jobs
 
 
@@ -141,3 +152,11 @@ def test_a_damaged_authority_is_named(directory: Path, capsys: pytest.CaptureFix
     (directory / "authority" / "ca.key").write_text("no key")
     assert cli.main(["credentials", "init", str(directory)]) == 2
     assert capsys.readouterr().err.startswith(f"swift: {directory}/authority: its authority cannot be used: ")
+
+
+def test_a_directory_may_be_named_before_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(ENV_CREDENTIALS, str(tmp_path / "new"))
+    assert cli.main(["credentials", "init", str(tmp_path / "new")]) == 0
+    assert Credentials.from_environment().ca == tmp_path / "new" / "operators" / "ca.pem"
