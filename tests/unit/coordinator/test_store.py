@@ -11,6 +11,7 @@ import pytest
 
 from swift_ft._pb import etcd_pb2
 from swift_ft.credentials import Credentials
+from swift_ft.errors import UsageError
 from swift_ft_services.coordinator.etcd_store import EtcdStore
 from swift_ft_services.coordinator.store import (
     MetadataStore,
@@ -224,6 +225,45 @@ def test_an_attempt_that_is_carried_out_late_changes_nothing(
         assert not [request for request in asked if real(request).succeeded]
         assert await store.read() == before
         await store.close()
+
+    asyncio.run(run())
+
+
+def test_renewals_go_on_after_a_call_that_breaks_off(etcd: FakeEtcd, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC raises asyncio's own error where a call has ended before it was written to."""
+
+    async def run() -> None:
+        renewed, keep_alive = asyncio.Event(), EtcdStore._keep_alive
+        errors: list[Exception] = [
+            asyncio.InvalidStateError("RPC already finished"),
+            UsageError("half written"),
+        ]
+
+        async def broken(self: EtcdStore, lease: int) -> int:
+            if errors:
+                raise errors.pop()
+            renewed.set()
+            return await keep_alive(self, lease)
+
+        monkeypatch.setattr(EtcdStore, "_keep_alive", broken)
+        store = await held_in(etcd)
+        async with asyncio.timeout(10):
+            await renewed.wait()
+        assert store.holds()
+        await store.close()
+
+    asyncio.run(run())
+
+
+def test_who_stands_by_writes_nothing(etcd: FakeEtcd) -> None:
+    async def run() -> None:
+        first = await held_in(etcd)
+        before = etcd.revision
+        for _ in range(3):
+            with pytest.raises(StoreHeld, match="a:1"):
+                await held_in(etcd, "b:1")
+        assert etcd.revision == before
+        await first.close()
 
     asyncio.run(run())
 
