@@ -108,11 +108,13 @@ def read_stub(disk: Disk, path: Path) -> Stub:
 
 
 def known_url(disk: Disk, directory: Path) -> str:
-    """Returns the URL of the directory's store; empty if it never had one. Raises OSError."""
+    """Returns the URL of the directory's store; empty if it never had one. Raises OSError, UsageError."""
     try:
         found = read_small_file(disk, directory / COLD_SUFFIX, _URL_BYTES_MAX)
-    except ManifestDamaged:
-        found = b""
+    except ManifestDamaged as error:
+        raise UsageError(
+            f"{directory / COLD_SUFFIX}: {error}: write the URL of the object store of these segments there"
+        ) from None
     return "" if found is None else found.decode(errors="replace").strip()
 
 

@@ -367,9 +367,9 @@ class DirectoryStorage:
         self._cold = cold
         self._moved: dict[Path, str] = {}
         """File that was moved to the cold tier -> its object: a read may have located it before."""
-        self._cold_dead: list[Segment] = []
+        self._objects_of_trimmed: list[Segment] = []
         """Moved segments that were removed; their objects and stubs are still there."""
-        self._cold_jobs: list[str] = []
+        self._objects_of_dropped: list[str] = []
         """Uids of dropped jobs whose objects are still there."""
         self._book = Book(self._disk, directory)
         self._acked = Acked(self._disk, directory)
@@ -811,7 +811,8 @@ class DirectoryStorage:
                     is_there = segment in self._streams.get(stream, [])
                 self._disk.remove(segment.path)
         if not is_there:
-            self._cold_dead.append(segment)
+            with self._maps:
+                self._objects_of_trimmed.append(segment)
         self._reserve()
         return stream[1], segment.next_sequence
 
@@ -858,18 +859,24 @@ class DirectoryStorage:
     def clean_cold(self) -> None:
         """(the same thread) Removes objects of what was trimmed or dropped. Raises OSError."""
         assert self._cold is not None
-        while self._cold_dead:
-            segment = self._cold_dead[0]
+        while True:
+            with self._maps:
+                segment = next(iter(self._objects_of_trimmed), None)
+            if segment is None:
+                break
             self._cold.remove(self._key(segment))
             with self._making:  # a later job of that name may have a stub there
-                if segment in self._cold_dead:
+                with self._maps:
+                    owed = segment in self._objects_of_trimmed
+                if owed:
                     self._disk.remove(stub_path(segment.path))
                     self._moved.pop(segment.path, None)
-                    self._cold_dead.remove(segment)
-        while self._cold_jobs:
-            for key in self._cold.keys(self._cold_jobs[0]):
+                    with self._maps:
+                        self._objects_of_trimmed.remove(segment)
+        while self._objects_of_dropped:
+            for key in self._cold.keys(self._objects_of_dropped[0]):
                 self._cold.remove(key)
-            self._cold_jobs.pop(0)
+            self._objects_of_dropped.pop(0)
 
     def clean_left(self) -> None:
         """(the same thread, once) Removes objects that a kill has left without a stub. Raises OSError."""
@@ -878,7 +885,7 @@ class DirectoryStorage:
             found = self._cold.keys(meta.uid)
             with self._maps:
                 mine = [segment for of, some in self._streams.items() if of[0] == job for segment in some]
-                known = {self._key(segment) for segment in (*mine, *self._cold_dead) if segment.cold}
+                known = {self._key(segment) for segment in (*mine, *self._objects_of_trimmed) if segment.cold}
             for key in found:
                 if key not in known:
                     self._cold.remove(key)
@@ -899,7 +906,7 @@ class DirectoryStorage:
                     segments.remove(segment)
                     self._unsynced.pop(segment, None)
                     self._open.pop(segment, None)
-        self._cold_dead += [segment for segment in dead if segment.cold]
+                self._objects_of_trimmed += [segment for segment in dead if segment.cold]
         dead = [segment for segment in dead if not segment.cold]
         freed = 0
         try:
@@ -933,8 +940,11 @@ class DirectoryStorage:
         """Forgets what is kept of the job outside its directory. A leftover is harmless: it has no directory."""
         line = self._book.lines.get(job)
         if line is not None and self._cold is not None:
-            self._cold_jobs.append(line.uid)
-            self._cold_dead = [dead for dead in self._cold_dead if dead.owner.uid != line.uid]
+            self._objects_of_dropped.append(line.uid)
+            with self._maps:
+                self._objects_of_trimmed = [
+                    dead for dead in self._objects_of_trimmed if dead.owner.uid != line.uid
+                ]
             self._moved = {path: key for path, key in self._moved.items() if not key.startswith(line.uid)}
         if line is not None:
             self._acked.forget(bytes.fromhex(line.uid))
@@ -955,8 +965,8 @@ class DirectoryStorage:
         """Remembers the objects of a dropped job, by its manifest."""
         with suppress(OSError, ManifestDamaged):
             meta = manifests.load_manifest(self._disk, grave)
-            if self._cold is not None and meta is not None and meta.uid not in self._cold_jobs:
-                self._cold_jobs.append(meta.uid)
+            if self._cold is not None and meta is not None and meta.uid not in self._objects_of_dropped:
+                self._objects_of_dropped.append(meta.uid)
 
     def close(self) -> None:
         """Seals what can be sealed and closes all files. The next start recovers from what fails here."""

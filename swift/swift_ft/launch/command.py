@@ -224,7 +224,7 @@ def make_plan(argv: Sequence[str]) -> LaunchPlan:
         raise UsageError(f"run: --node-rank {args.node_rank}: 0 to {nodes[1] - 1}")
     name = args.job or job_name(args.rdzv_id)
     standalone = Standalone.of(name) if args.standalone else None
-    adopted = checkpoint_place(args.from_checkpoints) if args.from_checkpoints else ""
+    adopted = args.from_checkpoints or ""
     checkpoints = args.checkpoint_dir or (standalone and standalone.checkpoints) or _home_of(adopted, name)
     nproc = ranks_of(args.nproc_per_node)
     config = LaunchSettings(
@@ -371,8 +371,8 @@ def _home_of(checkpoints: str, job: str) -> str:
 def _check_origin(args: argparse.Namespace) -> None:
     adopted = args.from_checkpoints
     if adopted and not scheme_of(adopted) and not os.path.isdir(adopted):
-        raise UsageError(f"run: --from-checkpoints {args.from_checkpoints}: there is no such directory")
-    if args.from_checkpoints and args.from_job:
+        raise UsageError(f"run: --from-checkpoints {adopted}: there is no such directory")
+    if adopted and args.from_job:
         raise UsageError(
             "run: --from-checkpoints goes on with this job's own checkpoints, --from-job begins with another one's: "
             "leave one of the two flags out"

@@ -243,6 +243,11 @@ def test_the_store_is_remembered(tmp_path: Path, cold: Cold) -> None:
     with pytest.raises(UsageError, match=f"are in {URL}: give that one"):
         other.recover()
     crash(other)
+    (tmp_path / ".cold").write_text("x" * 5000)
+    damaged = DirectoryStorage(tmp_path, FIVE_A_SEGMENT)
+    with pytest.raises(UsageError, match=r"\.cold: it has 5000 bytes, .*: write the URL of the object store"):
+        damaged.recover()
+    crash(damaged)
 
 
 def test_a_stub_that_is_damaged_is_no_stub(tmp_path: Path, cold: Cold) -> None:
