@@ -26,6 +26,7 @@ from tests.integration.coordinator_world import Coordinator, FakeMember
 from tests.integration.logserver_world import JOB, free_port
 from tests.log_client import LogWriter
 from tests.unit.log.frames import STREAM
+from tests.unit.log.service import InProcess
 
 KEEPALIVE_BOUND_S = 20.0
 """docs/protocol.md: both sides notice a peer that is gone within this."""
@@ -303,9 +304,11 @@ for step, line in enumerate(sys.stdin):
 
 
 class Proxy:
-    """A way to a server that can be cut: what is under way and what comes later arrives nowhere."""
+    """A way to a server that can be cut: what is under way and what comes later arrives nowhere. A connection is
+    answered `after_s` seconds after it was made."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, after_s: float = 0.0) -> None:
+        self._after_s = after_s
         host, _, port = target.rpartition(":")
         self._target = (host, int(port))
         self._listening = socket.create_server(("127.0.0.1", 0))
@@ -321,6 +324,7 @@ class Proxy:
         with contextlib.suppress(OSError):
             while True:
                 near, _ = self._listening.accept()
+                time.sleep(self._after_s)
                 far = socket.create_connection(self._target)
                 self._sockets += [near, far]
                 for pair in ((near, far), (far, near)):
@@ -469,3 +473,13 @@ def test_f30_half_open_connection_is_found_by_both_sides_within_the_stated_bound
         assert after_s < KEEPALIVE_BOUND_S + slack_s, found
         # Of a ping; or of data that the peer's kernel does not acknowledge.
         assert "ping timeout" in trouble or "timed out" in trouble, found
+
+
+def test_a_server_whose_answer_takes_its_time_is_not_away() -> None:
+    """A first attempt to connect is given more than a busy machine or a distant server takes."""
+    with InProcess() as server:
+        way = Proxy(server.address, after_s=0.3)
+        try:
+            assert admin.status(way.address, TIMEOUT_S, at_once=True).jobs
+        finally:
+            way.close()

@@ -82,7 +82,8 @@ def client_options(frame_bytes_max: int) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", frame_bytes_max + (1 << 20)),
         ("grpc.max_send_message_length", frame_bytes_max + (1 << 20)),
         ("grpc.initial_reconnect_backoff_ms", 50),
-        ("grpc.min_reconnect_backoff_ms", 50),
+        # For so long may an attempt to connect take, on a busy machine or over a slow link.
+        ("grpc.min_reconnect_backoff_ms", 1000),
         ("grpc.max_reconnect_backoff_ms", 500),
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 10_000),
