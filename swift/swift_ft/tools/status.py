@@ -44,8 +44,8 @@ one more, which is emptied of this job first. Both together replace a server. Ei
 their state, and the step under way is done again."""
 
 
-def _parser(command: str, description: str) -> Parser:
-    parser = Parser(prog=f"swift-ft {command}", description=description)
+def add_coordinator(parser: Parser) -> None:
+    """Adds the flag that names the coordinator."""
     known = os.environ.get("SWIFT_COORDINATOR")
     parser.add_argument(
         "--coordinator",
@@ -54,6 +54,11 @@ def _parser(command: str, description: str) -> Parser:
         metavar="HOST:PORT,...",
         help="the coordinator's address, or those of all that share a store; default: $SWIFT_COORDINATOR",
     )
+
+
+def _parser(command: str, description: str) -> Parser:
+    parser = Parser(prog=f"swift-ft {command}", description=description)
+    add_coordinator(parser)
     if command == "jobs":
         parser.set_defaults(job="")
     else:

@@ -5,7 +5,6 @@ answers browsers, and a browser needs no token.
 """
 
 import argparse
-import os
 import socket
 import sys
 from collections.abc import Iterable, Sequence
@@ -21,6 +20,7 @@ from swift_ft.rpc.client import CoordinatorClient
 from swift_ft.rpc.views import OVER, inexact_words, rehearsal_words, state_name
 from swift_ft.text import tell, time_words
 from swift_ft.tools.status import (
+    add_coordinator,
     clock_words,
     goes_on_words,
     kept_by,
@@ -222,14 +222,7 @@ def parser() -> Parser:
         prog="swift-ft watch",
         description="Serves a live page of a coordinator's jobs on loopback, for a browser, until Ctrl-C.",
     )
-    known = os.environ.get("SWIFT_COORDINATOR")
-    parser.add_argument(
-        "--coordinator",
-        default=known,
-        required=not known,
-        metavar="HOST:PORT",
-        help="the coordinator's address; default: $SWIFT_COORDINATOR",
-    )
+    add_coordinator(parser)
     parser.add_argument("--job", default="", metavar="NAME", help="the page / shows this job; default: all")
     parser.add_argument(
         "--listen",
