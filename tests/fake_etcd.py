@@ -1,6 +1,8 @@
 """As much of etcd as `EtcdStore` uses, in memory, behind gRPC; it can lose answers and let a lease end."""
 
+import math
 import threading
+import time
 from collections.abc import Iterator
 from concurrent import futures
 from typing import Any
@@ -24,6 +26,8 @@ class FakeEtcd(pb_grpc.KVServicer, pb_grpc.LeaseServicer):
         self.revision = 1
         self.lost_answers = 0
         """So many answers to transactions are lost from now on: they are carried out, and the caller gets an error."""
+        self.bytes_per_s = math.inf
+        """Of answers to `Range`."""
         self.transactions = 0
         self._leases: set[int] = set()
         self._lock = threading.Lock()
@@ -51,7 +55,9 @@ class FakeEtcd(pb_grpc.KVServicer, pb_grpc.LeaseServicer):
 
     def Range(self, request: pb.RangeRequest, context: Any) -> pb.RangeResponse:
         with self._lock:
-            return self._range(request)
+            reply = self._range(request)
+        time.sleep(reply.ByteSize() / self.bytes_per_s)
+        return reply
 
     def _range(self, request: pb.RangeRequest) -> pb.RangeResponse:
         found = [self.rows[key] for key in sorted(self.rows) if _in(key, request.key, request.range_end)]

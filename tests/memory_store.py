@@ -1,14 +1,15 @@
 """A MetadataStore in memory."""
 
-from swift_ft_services.coordinator.store import Stored, StoreHeld, Transaction, _check
+from collections.abc import Collection, Mapping
+
+from swift_ft_services.coordinator.store import StoreHeld
 
 
 class MemoryStore:
     """Keeps rows as `SqliteStore` does, without a file."""
 
     def __init__(self) -> None:
-        self.rows: dict[str, Stored] = {}
-        self._revision = 0
+        self.rows: dict[str, str] = {}
         self._held = False
 
     async def hold(self) -> None:
@@ -19,20 +20,13 @@ class MemoryStore:
     def holds(self) -> bool:
         return True
 
-    async def read(self, prefix: str = "") -> dict[str, Stored]:
-        return {key: stored for key, stored in sorted(self.rows.items()) if key.startswith(prefix)}
+    async def read(self, prefix: str = "") -> dict[str, str]:
+        return {key: value for key, value in sorted(self.rows.items()) if key.startswith(prefix)}
 
-    async def commit(self, transaction: Transaction) -> int:
-        """As `MetadataStore.commit`."""
-        for key, expected in transaction.expected.items():
-            there = self.rows.get(key)
-            _check(key, 0 if there is None else there.revision, expected)
-        self._revision += 1
-        for key in transaction.deletes:
+    async def commit(self, puts: Mapping[str, str], deletes: Collection[str] = ()) -> None:
+        for key in deletes:
             self.rows.pop(key, None)
-        for key, value in transaction.puts.items():
-            self.rows[key] = Stored(value=value, revision=self._revision)
-        return self._revision
+        self.rows.update(puts)
 
     async def close(self) -> None:
         self._held = False

@@ -108,31 +108,32 @@ class Audit:
         os.fchmod(fd, 0o600)
         return fd
 
-    def allowed(self, call: str, *, job: str, peer: str, subject: str, token: str) -> None:
+    def allowed(self, call: str, job: str, peer: str, grant: Grant | None) -> None:
         if call.rpartition("/")[2] in AUDITED:
-            self._write(call, "allowed", job=job, peer=peer, subject=subject, token=token)
+            self._write(call, "allowed", job, peer, grant)
 
-    def denied(self, call: str, *, job: str, peer: str, subject: str, token: str, reason: str) -> None:
+    def denied(self, call: str, job: str, peer: str, grant: Grant | None, reason: str) -> None:
         """Records a denial; of a flood, which would displace all other lines, most are only counted."""
         if self._denials.takes("", time.monotonic()):
             others, self._unsaid = self._unsaid, 0
             more = {"others": others} if others else {}
-            self._write(
-                call, "denied", job=job, peer=peer, subject=subject, token=token, reason=reason, **more
-            )
+            self._write(call, "denied", job, peer, grant, reason=reason, **more)
         else:
             self._unsaid += 1
 
-    def _write(self, call: str, outcome: str, **fields: object) -> None:
+    def _write(
+        self, call: str, outcome: str, job: str, peer: str, grant: Grant | None, **more: object
+    ) -> None:
         line = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "service": self._service,
             "call": call.rpartition("/")[2],
             "outcome": outcome,
-            **{
-                name: value[:_FIELD_MAX] if isinstance(value, str) else value
-                for name, value in fields.items()
-            },
+            "job": job[:_FIELD_MAX],
+            "peer": peer[:_FIELD_MAX],
+            "subject": grant.subject if grant else "",
+            "token": grant.token_id if grant else "",
+            **more,
         }
         data = json.dumps(line).encode() + b"\n"
         with self._lock:
@@ -149,7 +150,6 @@ class Audit:
             events.emit("audit_failed", path=str(self._path), reason=reason)
 
     def _append(self, data: bytes) -> None:
-        """Writes the whole line, or nothing. Raises OSError."""
         written = os.write(self._fd, data)
         if written < len(data):  # no space for the rest of the line
             os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
@@ -188,12 +188,12 @@ WORDS = 1 << 19
 RANKS = 1 << 16
 
 LENGTHS: Mapping[str, int] = {
-    **dict.fromkeys(("job", "from_job", "stream", "incarnation", "run", "address", "fsync"), NAME),
+    **dict.fromkeys(("job", "from_job", "stream", "incarnation", "run", "address", "fsync", "cold"), NAME),
     **dict.fromkeys(("host", "add", "add_host", "lost", "label", "key"), 1 << 10),
     **dict.fromkeys(("reason", "unfit", "over", "difference", "why_not", "inexact_reason"), WORDS),
     **dict.fromkeys(("place", "problem"), 1 << 13),
     **dict.fromkeys(("set", "expected", "desired"), 1 << 18),
-    "frames": 1 << 30,  # limited by a writer's credit
+    **dict.fromkeys(("frames", "shared"), 1 << 30),  # limited by a writer's credit
 }
 """Field name -> maximum characters of a text, or bytes."""
 
@@ -315,6 +315,8 @@ class Call:
         self.sends_since: float | None = None
         """Time since which an answer is not taken."""
         self.ending = False
+        self.on_end: Callable[[], None] = lambda: None
+        """Called when the server ends the call, which gRPC reports only later: it counts no more from here on."""
         self._lane = lane
 
     def begin(self, context: Any) -> None:
@@ -344,6 +346,7 @@ class Call:
 
     def end(self) -> None:
         self.ending = True
+        self.on_end()
         if self.context is not None:
             self.context.cancel()
 
@@ -535,9 +538,7 @@ class Gate:
         """Counts and audits a denial. Emits an event at most once per second: a flood must not fill the log."""
         self.on_denied(denied.reason.value)
         if self._audit is not None:
-            subject, token = (denied.grant.subject, denied.grant.token_id) if denied.grant else ("", "")
-            said = {"job": denied.job, "peer": peer, "subject": subject, "token": token}
-            self._audit.denied(method, **said, reason=denied.reason.value)
+            self._audit.denied(method, denied.job, peer, denied.grant, denied.reason.value)
         with self._lock:
             now = time.monotonic()
             if now - self._said_at < _EVENT_EVERY_S:
@@ -549,8 +550,7 @@ class Gate:
 
     def let_in(self, method: str, job: str, grant: Grant | None, peer: str) -> None:
         if self._audit is not None:
-            subject, token = (grant.subject, grant.token_id) if grant else ("", "")
-            self._audit.allowed(method, job=job, peer=peer, subject=subject, token=token)
+            self._audit.allowed(method, job, peer, grant)
 
     def is_too_often(self, grant: Grant | None, peer: str) -> bool:
         who = (grant.token_id or f"{grant.subject} {grant.job}") if grant else peer
@@ -575,7 +575,8 @@ class Visit:
         self._gate = gate
         self._method = method
         self._token = token
-        self._peer = self._kind = ""
+        self._peer = ""
+        self._counted: list[tuple[str, str]] = []  # places (peer, kind) that it has
         self._jobs: set[str] = set()  # jobs that this call concerns
 
     def grant(self) -> Grant:
@@ -605,12 +606,13 @@ class Visit:
             limit = self._gate.limits.per_peer
             message = f"{limit} calls are under way from this address: --calls-per-peer allows no more"
             raise Denied(grpc.StatusCode.RESOURCE_EXHAUSTED, Reason.LIMIT, message)
-        self._peer, self._kind = address, kind
+        self._peer = address
+        self._counted.append((address, kind))
 
     def leave(self) -> None:
-        if self._peer:
-            self._gate.went(self._peer, self._kind)
-            self._peer = ""
+        """Any thread, any number of times."""
+        with suppress(IndexError):
+            self._gate.went(*self._counted.pop())
 
     def parse(self, data: bytes, deserialize: Any) -> Any:
         """Returns the parsed request. Raises Denied: invalid, too large, or of a job that the token does not cover."""

@@ -22,15 +22,14 @@ REQUEST_BYTES_MAX = 256
 
 
 class Health:
-    """Health service of one server."""
-
     def __init__(self, shown: str = "") -> None:
         """``shown``: how the server is protected; sent with every answer."""
         self._shown = shown
+        self.more: tuple[tuple[str, str], ...] = ()
+        """Metadata that is sent as well."""
         self._serving = {"": False}
 
     def problem(self) -> str:
-        """Returns why the server is not healthy; empty if it serves."""
         return "" if self._serving[""] else "it does not serve"
 
     def set(self, *names: str, serving: bool) -> None:
@@ -46,23 +45,17 @@ class Health:
 
     def _check(self, data: bytes, context: Any) -> Any:
         try:
-            answer = self._answer(data)
+            return self._answer(data, context)
         except Denied as refused:
             abort(context, refused)
-            raise AssertionError("abort returned") from None
-        context.set_trailing_metadata(self._about())
-        return answer
 
     async def _check_on_loop(self, data: bytes, context: Any) -> Any:
         try:
-            answer = self._answer(data)
+            return self._answer(data, context)
         except Denied as refused:
             await abort_on_loop(context, refused)
-            raise AssertionError("abort returned") from None
-        context.set_trailing_metadata(self._about())
-        return answer
 
-    def _answer(self, data: bytes) -> health_pb2.HealthCheckResponse:
+    def _answer(self, data: bytes, context: Any) -> health_pb2.HealthCheckResponse:
         if len(data) > REQUEST_BYTES_MAX:
             message = f"a request of {len(data)} bytes: names here are short"
             raise Denied(grpc.StatusCode.RESOURCE_EXHAUSTED, Reason.OVERSIZE, message)
@@ -74,10 +67,8 @@ class Health:
         serving = self._serving.get(name)
         if serving is None:
             raise Denied(grpc.StatusCode.NOT_FOUND, Reason.UNKNOWN, "there is no such service here")
+        version, now = metadata.version("swift-ft"), f"{time.time():.6f}"
+        about = ((VERSION_KEY, version), (TIME_KEY, now), (SECURITY_KEY, self._shown))
+        context.set_trailing_metadata((*about, *self.more))
         known = health_pb2.HealthCheckResponse
         return known(status=known.SERVING if serving else known.NOT_SERVING)
-
-    def _about(self) -> tuple[tuple[str, str], ...]:
-        """Returns the server's version, time and protection, as trailing metadata."""
-        version, now = metadata.version("swift-ft"), f"{time.time():.6f}"
-        return ((VERSION_KEY, version), (TIME_KEY, now), (SECURITY_KEY, self._shown))

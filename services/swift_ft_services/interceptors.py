@@ -4,7 +4,7 @@ Requests arrive as bytes and are parsed by `Visit.parse`; a handler of a request
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import aclosing, closing, contextmanager
+from contextlib import aclosing, asynccontextmanager, closing, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -111,6 +111,7 @@ def _enter(visit: Visit | None, call: Call, context: Any) -> None:
     call.begin(context)
     if visit is not None:
         visit.enter(context.peer(), call.lane)
+        call.on_end = visit.leave
         if not context.add_callback(visit.leave):
             visit.leave()
 
@@ -157,8 +158,6 @@ def _streaming(handler: Handler, visit: Visit | None, call: Call) -> Callable[[A
 
 
 class AsyncGate(grpc.aio.ServerInterceptor):
-    """Interceptor for a grpc.aio.Server."""
-
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
 
@@ -188,36 +187,37 @@ async def abort_on_loop(context: Any, denied: Denied) -> None:
     await context.abort(denied.code, denied.message, denied.trailers)
 
 
+@asynccontextmanager
+async def _entered(handler: Handler, visit: Visit, data: bytes, context: Any) -> AsyncIterator[Any]:
+    """Yields the request. A denial within the context ends the call."""
+    try:
+        visit.enter(context.peer())
+        yield visit.parse(data, handler.request_deserializer)
+    except Denied as denied:
+        visit.note(denied, context.peer())
+        await abort_on_loop(context, denied)
+    finally:
+        visit.leave()
+
+
 def _async_unary(handler: Handler, visit: Visit) -> Callable[[bytes, Any], Awaitable[Any]]:
     async def call(data: bytes, context: Any) -> Any:
-        try:
-            visit.enter(context.peer())
-            request = visit.parse(data, handler.request_deserializer)
+        async with _entered(handler, visit, data, context) as request:
             _visit.set(visit)
             return await handler.unary_unary(request, context)
-        except Denied as denied:
-            visit.note(denied, context.peer())
-            await abort_on_loop(context, denied)
-        finally:
-            visit.leave()
 
     return call
 
 
 def _async_stream(handler: Handler, visit: Visit) -> Callable[[bytes, Any], AsyncIterator[Any]]:
     async def call(data: bytes, context: Any) -> AsyncIterator[Any]:
-        try:
-            visit.enter(context.peer())
-            request = visit.parse(data, handler.request_deserializer)
-            async with aclosing(handler.unary_stream(request, context)) as replies:
-                async for reply in replies:
-                    visit.still_good()
-                    yield reply
-        except Denied as denied:
-            visit.note(denied, context.peer())
-            await abort_on_loop(context, denied)
-        finally:
-            visit.leave()
+        async with (
+            _entered(handler, visit, data, context) as request,
+            aclosing(handler.unary_stream(request, context)) as replies,
+        ):
+            async for reply in replies:
+                visit.still_good()
+                yield reply
 
     return call
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
@@ -96,15 +96,7 @@ class Protection:
         return _Certificates(self).credentials()
 
 
-class BindsPorts(Protocol):
-    """A grpc.Server or a grpc.aio.Server."""
-
-    def add_insecure_port(self, address: str) -> int: ...
-
-    def add_secure_port(self, address: str, server_credentials: grpc.ServerCredentials) -> int: ...
-
-
-def bind(server: BindsPorts, protection: Protection) -> int:
+def bind(server: grpc.Server | grpc.aio.Server, protection: Protection) -> int:
     """Binds the port and returns it. Raises UsageError if it is in use or not allowed."""
     credentials = protection.credentials()
     try:

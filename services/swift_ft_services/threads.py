@@ -75,7 +75,6 @@ class Threads(ThreadPoolExecutor):
         return future
 
     def done(self) -> None:
-        """(a pool thread) Records that its work is done."""
         with self._guard:
             self._free += 1
 

@@ -15,6 +15,7 @@ In a trainer::
 `swift_ft.Session`.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,31 +30,18 @@ if TYPE_CHECKING:
 
 __all__ = ["Communicator", "Reinitialize", "Session", "SessionConfig", "is_warming_up", "load_dcp", "reinit"]
 __version__ = "0.1.0"
+_MODULE_OF = {
+    "Communicator": "train.communicator",
+    "Reinitialize": "reinitialization",
+    "Session": "train.session",
+    "SessionConfig": "train.config",
+    "is_warming_up": "warm_up",
+    "load_dcp": "state.export",
+    "reinit": "reinitialization",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Session":
-        from swift_ft.train.session import Session  # torch only when it is needed
-
-        return Session
-    if name == "SessionConfig":
-        from swift_ft.train.config import SessionConfig
-
-        return SessionConfig
-    if name == "Communicator":
-        from swift_ft.train.communicator import Communicator
-
-        return Communicator
-    if name == "load_dcp":
-        from swift_ft.state.export import load_dcp
-
-        return load_dcp
-    if name in ("Reinitialize", "reinit"):
-        from swift_ft import reinitialization
-
-        return getattr(reinitialization, name)
-    if name == "is_warming_up":
-        from swift_ft.warm_up import is_warming_up
-
-        return is_warming_up
-    raise AttributeError(f"module 'swift_ft' has no attribute {name!r}")
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'swift_ft' has no attribute {name!r}")
+    return getattr(import_module(f"swift_ft.{_MODULE_OF[name]}"), name)

@@ -9,20 +9,19 @@ import os
 import re
 import select
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from swift_ft.errors import SwiftError, UsageError
+from swift_ft.errors import ServiceError, SwiftError, UsageError
 from swift_ft.files import write_whole
-from swift_ft.text import scheme_of, split_address
+from swift_ft.text import scheme_of, split_address, tell
 
 T = TypeVar("T")
 
 
 class ParserMade(Exception):
-    """Raised in place of parsing, within `parser_of`."""
-
     def __init__(self, parser: argparse.ArgumentParser) -> None:
         self.parser = parser
 
@@ -115,7 +114,6 @@ def object_store(text: str) -> str:
 
 
 def host_and_port(text: str, flag: str) -> tuple[str, int]:
-    """Parses HOST:PORT. Raises UsageError, which names `flag`."""
     place = split_address(text)
     if place is None:
         raise UsageError(f"{flag} {text[:80]!r} is not HOST:PORT, such as 127.0.0.1:0")
@@ -130,7 +128,6 @@ def is_loopback(host: str) -> bool:
 
 
 def add_metrics_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of a service that exports metrics."""
     parser.add_argument(
         "--metrics-listen",
         default="",
@@ -163,6 +160,26 @@ def write_address(path: Path, address: str, flag: str = "--address-file") -> Non
         raise UsageError(f"{flag} {path}: {error.strerror}") from None
 
 
+def command(run: Callable[..., int]) -> Callable[..., int]:
+    """(decorator) Makes a command's ``main``: its errors become one line and an exit code. The first argument is the
+    command line, by default this process's."""
+
+    @wraps(run)
+    def main(argv: Sequence[str] | None = None, *more: Any) -> int:
+        try:
+            return run(sys.argv[1:] if argv is None else argv, *more)
+        except SwiftError as error:
+            tell(error)
+            return error.exit_code
+        except BrokenPipeError:
+            raise  # for `end_quietly`
+        except OSError as error:
+            tell(f"{error.filename}: {error.strerror}" if error.filename else error)
+            return ServiceError.exit_code
+
+    return main
+
+
 def end_quietly(program: Callable[[], int]) -> int:
     """Runs a program of the command line and returns its exit code: 130 after Ctrl-C, and 141 once nobody reads what it
     prints, as a shell has them for SIGINT and SIGPIPE."""
@@ -183,7 +200,6 @@ def end_quietly(program: Callable[[], int]) -> int:
 
 
 def _is_unread() -> bool:
-    """Returns whether the reader of stdout or stderr is gone."""
     streams = select.poll()
     for stream in (1, 2):
         streams.register(stream, 0)

@@ -5,10 +5,11 @@ import socket
 import ssl
 import threading
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import grpc
 
@@ -37,16 +38,6 @@ from swift_ft.tokens import Owner, Role, Signature, SigningKey, read_file, read_
 # again at every call, so no restart is needed. The key file may be replaced as well (the file, or a link's target): the
 # next turn mints with the new key.
 
-LOOK_EVERY_S = 1.0
-_LEFT = 0.5
-
-
-def due(now_s: float, monotonic_s: float, written_at: tuple[float, float], lifetime_s: float) -> bool:
-    """Returns whether half of the lifetime has passed on either clock. Servers check a token's first call by the wall
-    clock, which may be adjusted; the monotonic clock stops while a machine sleeps."""
-    spent_s = max(now_s - written_at[0], monotonic_s - written_at[1])
-    return spent_s >= (1 - _LEFT) * lifetime_s or now_s < written_at[0] - 1
-
 
 class Renewal:
     """Renews one token file. A turn raises UsageError (the key) or OSError (the file); the next turn tries again."""
@@ -69,52 +60,24 @@ class Renewal:
         self._job = job
         self._roles = frozenset(roles)
         self._lifetime_s = lifetime_s
-        self._key: tuple[Signature, SigningKey] | None = None
-        self._written_at: tuple[float, float] | None = None
+        self._written: tuple[Signature, float, float] | None = None
+        """The key's state when the token was written, and the time on the wall clock, which may be adjusted, and on the
+        monotonic one, which stops while a machine sleeps."""
 
     def turn(self) -> bool:
         """Renews the token if it is due. Returns whether a new token was written."""
+        key_now = (*signature([self._key_file]), (os.path.realpath(self._key_file), 0, 0, 0))
         now_s, monotonic_s = time.time(), time.monotonic()
-        key, changed = self._current_key()
-        if (
-            not changed
-            and self._written_at is not None
-            and not due(now_s, monotonic_s, self._written_at, self._lifetime_s)
-            and self.out.exists()
-        ):
-            return False
-        self._written_at = None  # until it is written
+        if self._written is not None and self._written[0] == key_now and self.out.exists():
+            age_s = now_s - self._written[1]  # below 0: the clock was put back
+            if age_s > -1 and max(age_s, monotonic_s - self._written[2]) < self._lifetime_s / 2:
+                return False
+        self._written = None  # until it is written
+        key = SigningKey.load(self._key_file, "--key")
         token = key.mint(self._job, self._roles, self._lifetime_s, subject=self._subject)
         write_file(self.out, f"{token}\n".encode(), secret=True, owner=self._owner)
-        self._written_at = (now_s, monotonic_s)
+        self._written = key_now, now_s, monotonic_s
         return True
-
-    def _current_key(self) -> tuple[SigningKey, bool]:
-        current = (*signature([self._key_file]), (os.path.realpath(self._key_file), 0, 0, 0))
-        if self._key is not None and self._key[0] == current:
-            return self._key[1], False
-        key = SigningKey.load(self._key_file, "--key")
-        self._key = (current, key)
-        return key, True
-
-
-class Complaints:
-    """Reports a persistent error only once."""
-
-    def __init__(self) -> None:
-        self._said = ""
-
-    def about(self, error: UsageError | OSError | None) -> str:
-        """Returns a line to report; empty if the error was reported before."""
-        words = ""
-        if isinstance(error, OSError):
-            words = f"{error.filename}: {error.strerror}"
-        elif error is not None:
-            words = str(error)
-        if words == self._said:
-            return ""
-        self._said = words
-        return words and f"not renewed, tried again every {LOOK_EVERY_S:g} s: {words}"
 
 
 # Client side: the files of its credentials, and channels that use them.
@@ -143,13 +106,9 @@ VARIABLES = (ENV_CREDENTIALS, *(name for name, _ in _FILES))
 _RELOAD_S = 1.0
 
 Options = Sequence[tuple[str, Any]]
-
-
-class _Details(NamedTuple):
-    kind: str
-    method: str
-    arguments: tuple[Any, ...]
-    keywords: Mapping[str, Any]
+_RESOLVE = ("grpc.dns_min_time_between_resolutions_ms", 1000)
+"""A server that comes back may have another address under its name, as pods do. By default gRPC goes on for 30 s with
+the one that it has."""
 
 
 _part = "ranks"
@@ -167,10 +126,10 @@ def own_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
     if not environment.get(ENV_CREDENTIALS):
         return None
     folder = Path(environment[ENV_CREDENTIALS])
-    folder = folder / _part if (folder / _part).is_dir() else folder
-    if not (folder / CA_FILE).is_file():
+    folder = folder / _part if os.path.isdir(folder / _part) else folder
+    if not os.path.isfile(folder / CA_FILE):
         raise UsageError(
-            f"{ENV_CREDENTIALS} {environment[ENV_CREDENTIALS]}: there is no {CA_FILE}: "
+            f"{ENV_CREDENTIALS} {environment[ENV_CREDENTIALS]}: there is no {CA_FILE} that this user can see: "
             "make one with swift-ft credentials init, or unset it"
         )
     return folder
@@ -289,6 +248,7 @@ def open_channel(address: str, options: Options, credentials: Credentials | None
     addresses = address.split(",")
     if len(addresses) > 1:
         return _SeveralChannel([open_channel(one, options, credentials) for one in addresses])
+    options = [*options, _RESOLVE]
     if credentials.token_file is None and credentials.ca is None:
         return grpc.insecure_channel(address, options=options)
     return _CredentialedChannel(address, options, credentials)
@@ -297,13 +257,37 @@ def open_channel(address: str, options: Options, credentials: Credentials | None
 def open_channel_on_loop(address: str, options: Options, credentials: Credentials) -> grpc.aio.Channel:
     """Opens a channel of asyncio, without a token, to a server that is not swift's. Raises UsageError: see `check`."""
     credentials.check(address)
-    tls = credentials.tls()
+    options, tls = [*options, _RESOLVE], credentials.tls()
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
     return grpc.aio.secure_channel(address, tls, options=options)
 
 
-class _CredentialedChannel(grpc.Channel):
+class _Channel(grpc.Channel):
+    @abstractmethod
+    def make_call(self, kind: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+        """Makes a callable of one kind, which is the name of a method below."""
+
+    def unary_unary(self, *arguments: Any, **keywords: Any) -> Any:
+        return self.make_call("unary_unary", arguments, keywords)
+
+    def unary_stream(self, *arguments: Any, **keywords: Any) -> Any:
+        return self.make_call("unary_stream", arguments, keywords)
+
+    def stream_unary(self, *arguments: Any, **keywords: Any) -> Any:
+        return self.make_call("stream_unary", arguments, keywords)
+
+    def stream_stream(self, *arguments: Any, **keywords: Any) -> Any:
+        return self.make_call("stream_stream", arguments, keywords)
+
+    def __enter__(self) -> "_Channel":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _CredentialedChannel(_Channel):
     """Sends the current token of the token file with each call, and reconnects when certificates have changed.
 
     Running calls stay on their connection, which is closed when the last of them has ended.
@@ -358,22 +342,8 @@ class _CredentialedChannel(grpc.Channel):
                     events.emit("token_not_reloaded", reason=str(error))
         return ((AUTHORIZATION, BEARER + self._token[1]),)
 
-    def _callable(
-        self, kind: str, method: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
-    ) -> Any:
-        return _Callable(self, _Details(kind, method, arguments, keywords))
-
-    def unary_unary(self, method: str, *arguments: Any, **keywords: Any) -> Any:
-        return self._callable("unary_unary", method, arguments, keywords)
-
-    def unary_stream(self, method: str, *arguments: Any, **keywords: Any) -> Any:
-        return self._callable("unary_stream", method, arguments, keywords)
-
-    def stream_unary(self, method: str, *arguments: Any, **keywords: Any) -> Any:
-        return self._callable("stream_unary", method, arguments, keywords)
-
-    def stream_stream(self, method: str, *arguments: Any, **keywords: Any) -> Any:
-        return self._callable("stream_stream", method, arguments, keywords)
+    def make_call(self, kind: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+        return _Callable(self, kind, arguments, keywords)
 
     def subscribe(self, callback: Callable[..., None], try_to_connect: bool | None = False) -> None:
         self.current()[1].subscribe(callback, bool(try_to_connect))
@@ -386,27 +356,24 @@ class _CredentialedChannel(grpc.Channel):
             self._closed = True
             self._channel.close()
 
-    def __enter__(self) -> "_CredentialedChannel":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 class _Callable:
-    def __init__(self, channel: _CredentialedChannel, details: _Details) -> None:
+    def __init__(
+        self,
+        channel: _CredentialedChannel,
+        kind: str,
+        arguments: tuple[Any, ...],
+        keywords: Mapping[str, Any],
+    ) -> None:
         self._channel = channel
-        self._details = details
+        self._kind, self._arguments, self._keywords = kind, arguments, keywords
         self._made: tuple[int, Any] = (-1, None)
 
     def _now(self) -> Any:
-        number, channel = self._channel.current()
+        number, connected = self._channel.current()
         if self._made[0] != number:
-            made = getattr(channel, self._details.kind)
-            self._made = (
-                number,
-                made(self._details.method, *self._details.arguments, **self._details.keywords),
-            )
+            make = getattr(connected, self._kind)
+            self._made = number, make(*self._arguments, **self._keywords)
         return self._made[1]
 
     def _with_token(self, keywords: dict[str, Any]) -> dict[str, Any]:
@@ -426,7 +393,7 @@ AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 """Status codes that mean that a server did not answer, or that another one does."""
 
 
-class _SeveralChannel(grpc.Channel):
+class _SeveralChannel(_Channel):
     """Channels to several servers, of which one serves at a time. A call that is not answered fails, and the next one
     goes to the next server. Streams of a server that does not answer end as well."""
 
@@ -449,7 +416,6 @@ class _SeveralChannel(grpc.Channel):
             stream.cancel()
 
     def follow(self, call: Any, at: int) -> None:
-        """Watches a call that is not waited for."""
         with self._lock:
             self._streams[call] = at
 
@@ -461,17 +427,8 @@ class _SeveralChannel(grpc.Channel):
 
         call.add_done_callback(ended)
 
-    def unary_unary(self, *arguments: Any, **keywords: Any) -> Any:
-        return _SeveralCallable(self, "unary_unary", arguments, keywords)
-
-    def unary_stream(self, *arguments: Any, **keywords: Any) -> Any:
-        return _SeveralCallable(self, "unary_stream", arguments, keywords)
-
-    def stream_unary(self, *arguments: Any, **keywords: Any) -> Any:
-        return _SeveralCallable(self, "stream_unary", arguments, keywords)
-
-    def stream_stream(self, *arguments: Any, **keywords: Any) -> Any:
-        return _SeveralCallable(self, "stream_stream", arguments, keywords)
+    def make_call(self, kind: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+        return _SeveralCallable(self, kind, arguments, keywords)
 
     def subscribe(self, callback: Callable[..., None], try_to_connect: bool | None = False) -> None:
         self.channels[self.at].subscribe(callback, bool(try_to_connect))
@@ -483,12 +440,6 @@ class _SeveralChannel(grpc.Channel):
     def close(self) -> None:
         for channel in self.channels:
             channel.close()
-
-    def __enter__(self) -> "_SeveralChannel":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class _SeveralCallable:
@@ -558,7 +509,6 @@ def is_another_service(reason: str) -> bool:
 
 
 def advised(address: str, reason: str, credentials: Credentials | None = None) -> str:
-    """Returns ``reason``, followed by advice if there is any."""
     more = advice(address, reason, credentials)
     return f"{reason}: {more}" if more else reason
 

@@ -155,7 +155,6 @@ class Accelerator:
         torch.accelerator.synchronize(self.torch)
 
     def generators(self) -> Sequence[torch.Generator]:
-        """Returns the default generators of all devices of this kind."""
         generators: Sequence[torch.Generator] = self._module.default_generators
         return generators
 
@@ -184,8 +183,6 @@ class Accelerator:
 
 
 class Cuda(Accelerator):
-    """What CUDA alone has."""
-
     def facts(self) -> dict[str, str]:
         cuda: Any = torch.cuda
         backends: Any = torch.backends.cuda
@@ -410,7 +407,6 @@ class Readings:
         self._waiting.append(lambda: use(host.view(tensor.shape)))
 
     def then(self, use: Callable[[], None]) -> None:
-        """Calls `use` in its turn."""
         if self._waiting:
             self._waiting.append(use)
         else:
@@ -542,7 +538,6 @@ def generator_states() -> list[torch.Tensor]:
 
 
 def set_generator_states(states: Sequence[torch.Tensor]) -> None:
-    """Restores the result of `generator_states`."""
     for generator, state in zip(_default_generators(), states, strict=False):
         generator.set_state(state)
 

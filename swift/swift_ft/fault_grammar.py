@@ -2,7 +2,7 @@
 
 `swift_ft.train.fault_points` reads the list. At a failure's coordinates it creates ``$SWIFT_FAULTS_DIR/<id>.fired``
 exclusively, emits the event "fault" and does what the item's ``kind`` says. With "hold" it first creates
-``<id>.reached`` and waits for ``<id>.go``: so the launcher can flip a bit, disconnect a link or kill a service at that
+``<id>.reached`` and waits for ``<id>.go``: so the launcher can flip a bit, slow a rank down or kill a service at that
 very place of the step, and let several victims of one step die at once.
 """
 
@@ -13,36 +13,13 @@ from typing import Any
 
 from swift_ft.errors import UsageError
 
-# Text form of one failure, used by ``swift-ft drill --kill`` and ``swift-ft run --failures``.
-#
-#     rank=2,step=17,microbatch=3,phase=backward     that rank kills itself there (SIGKILL)
-#     rank=2,step=17,phase=forward,layer=blocks.1    ... once that module of its stage has computed
-#     rank=2,step=17,phase=reduce,bucket=3           ... once that bucket of gradients is on its way
-#     rank=2,step=9,phase=save                       while rank 2 writes the checkpoint after that step
-#     rank=2,phase=replay                            at the first replay that runs while rank 2 lives
-#     rank=2,phase=copy                              while rank 2 sends or receives a replica's state for the first time
-#     rank=2,step=8,phase=snapshot                   while rank 2 sends its snapshot of version 8 (--strategy snapshot)
-#     kind=stop,rank=2,step=17,for=5                 SIGSTOP there, SIGCONT 5 s later
-#     kind=hang,rank=2,step=17,for=5                 its thread waits there for 5 s; the process stays alive
-#     kind=device,rank=2,step=17                     a kernel fails there on its device, on which no later call works
-#     kind=slow,rank=2,step=17,factor=4,for=5        from there on it gets a quarter of the CPU time, for 5 s
-#     kind=network,rank=2,step=17,link=e0,for=5      the machine of rank 2 loses that link for 5 s
-#     service=logserver,step=12                      the log server is killed when training reaches that step
-#     service=logserver,step=12,for=3                ... and started again 3 s later
-#     service=coordinator,state=recovering           the coordinator kills itself when it enters that state
-#     service=coordinator,step=12                    the coordinator is killed when training reaches that step
-#     log=0,step=17                                  that log server is killed for good
-#     log=0,phase=replay                             at the first replay there is
-#     corrupt=log,step=17,stream=s1.F                a bit of that stream is flipped before that kill
-#     corrupt=checkpoint,rank=2,step=17              a bit of rank 2's newest checkpoint is flipped before that kill
-#     corrupt=copy,rank=2                            a bit of the first state is flipped that rank 2 gets from a replica
-#     fill=DIR,step=17,for=5                         the small file system of that directory is full for 5 s
+# Text form of one failure, used by ``swift-ft drill --kill`` and ``swift-ft run --failures``; docs/drills.md lists all.
 #
 # Instead of ``step`` a failure may have ``at``, in seconds since the first rank was started. The drill and the run each
 # check which failures they can inject. Parsing knows all words and raises `UsageError`, in one line that names the
 # allowed values. A failure round-trips through ``str``.
 
-KINDS = ("kill", "stop", "hang", "device", "slow", "network")
+KINDS = ("kill", "stop", "hang", "device", "slow")
 FOR_GOOD = ("kill", "device")
 """Kinds that end the process."""
 PHASES = (
@@ -79,9 +56,6 @@ _NUMBER = re.compile(r"[0-9]{1,9}\Z")
 _DECIMAL = re.compile(r"[0-9]{1,9}(\.[0-9]{1,6})?\Z")
 _STREAM = re.compile(r"s[0-9]{1,4}(c[0-9]{1,4})?\.[FB]\Z")
 _LAYER = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*\Z")
-LINK = re.compile(r"(?!lo\Z)[A-Za-z0-9][A-Za-z0-9_.-]{0,14}\Z")
-LINK_WORDS = "a network device other than lo (such as e0)"
-_DIRECTORY = re.compile(r"[^,;\s]+\Z")
 
 
 def seconds_text(seconds: float) -> str:
@@ -116,8 +90,6 @@ class RankFault:
     """Duration in seconds; None: for good."""
     factor: float = 1.0
     """(slow) Divisor of the rank's share of CPU time."""
-    link: str = ""
-    """(network) The device that is taken down."""
     at_s: float | None = None
     """Seconds since the first rank was started; then there are no other coordinates."""
 
@@ -137,8 +109,6 @@ class RankFault:
             parts.append(f"bucket={self.bucket}")
         if self.kind == "slow":
             parts.append(f"factor={seconds_text(self.factor)}")
-        if self.link:
-            parts.append(f"link={self.link}")
         return ",".join(parts) + _lasts(self.for_s)
 
 
@@ -218,19 +188,6 @@ class CorruptCheckpointFault:
         return f"corrupt=checkpoint,rank={self.rank},step={self.step}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FillFault:
-    """Full disk: the file system of this directory, a small separate one, has no space left."""
-
-    directory: str
-    step: int | None = None
-    at_s: float | None = None
-    for_s: float | None = None
-
-    def __str__(self) -> str:
-        return f"fill={self.directory},{_when(self.step, self.at_s)}{_lasts(self.for_s)}"
-
-
 Fault = (
     RankFault
     | LogServerFault
@@ -239,7 +196,6 @@ Fault = (
     | CorruptFault
     | CorruptCheckpointFault
     | CorruptCopyFault
-    | FillFault
 )
 
 
@@ -325,8 +281,6 @@ def parse(spec: str, flag: str = "--kill") -> Fault:
     fields = Fields(spec, flag)
     if "corrupt" in fields:
         return _corrupt_fault(fields)
-    if "fill" in fields:
-        return _fill_fault(fields)
     if "rank" in fields:
         return _rank_fault(fields)
     if "log" in fields:
@@ -335,23 +289,21 @@ def parse(spec: str, flag: str = "--kill") -> Fault:
         return _service_fault(fields)
     raise fields.error(
         "it names no victim: rank=N, log=N, service=logserver, service=coordinator, corrupt=log, "
-        "corrupt=checkpoint, corrupt=copy or fill=DIR"
+        "corrupt=checkpoint or corrupt=copy"
     )
 
 
 def _rank_fault(fields: Fields) -> RankFault:
-    fields.only(
-        "kind", "rank", "step", "at", "microbatch", "phase", "layer", "bucket", "for", "factor", "link"
-    )
+    fields.only("kind", "rank", "step", "at", "microbatch", "phase", "layer", "bucket", "for", "factor")
     kind = fields.one_of("kind", KINDS, "kill")
-    for_s, factor, link = lasting(fields, kind)
+    for_s, factor = lasting(fields, kind)
     if "at" in fields:
         for key in ("microbatch", "phase", "layer", "bucket"):
             if key in fields:
                 raise fields.error(f"{key} needs a step: at is any place in a step")
         _, at_s = fields.when()
         rank = fields.number("rank")
-        return RankFault(rank=rank, at_s=at_s, kind=kind, for_s=for_s, factor=factor, link=link)
+        return RankFault(rank=rank, at_s=at_s, kind=kind, for_s=for_s, factor=factor)
     phase = fields.one_of("phase", PHASES, "backward")
     if "step" not in fields and phase not in RECOVERY_PHASES:
         raise fields.error("step is missing (only phase=replay and phase=copy need none)")
@@ -376,34 +328,21 @@ def _rank_fault(fields: Fields) -> RankFault:
         bucket=fields.number_or_none("bucket"),
         for_s=for_s,
         factor=factor,
-        link=link,
     )
 
 
-def lasting(fields: Fields, kind: str, *, mixed: bool = False) -> tuple[float | None, float, str]:
-    """Returns (duration in seconds, slow-down factor, link that is down). `mixed`: the values may be for failures of
-    other kinds. Raises UsageError."""
+def lasting(fields: Fields, kind: str, *, mixed: bool = False) -> tuple[float | None, float]:
+    """Returns (duration in seconds, slow-down factor). `mixed`: the values may be for failures of other kinds. Raises
+    UsageError."""
     for_s, factor = fields.seconds("for"), fields.decimal("factor", 1.0, FACTOR_MAX)
-    link = fields.text("link", LINK, LINK_WORDS)
     if not mixed:
         if kind in FOR_GOOD and for_s is not None:
             raise fields.error(f"a {kind} is for good: leave for= out")
-        if kind in ("slow", "network") and for_s is None:
-            raise fields.error(f"kind={kind} needs for=SECONDS")
+        if kind == "slow" and for_s is None:
+            raise fields.error("kind=slow needs for=SECONDS")
         if (kind == "slow") != (factor is not None):
             raise fields.error("kind=slow needs factor=F" if kind == "slow" else "factor needs kind=slow")
-        if (kind == "network") != bool(link):
-            raise fields.error(
-                "kind=network needs link=DEVICE" if kind == "network" else "link needs kind=network"
-            )
-    return for_s, 1.0 if factor is None else factor, link
-
-
-def _fill_fault(fields: Fields) -> FillFault:
-    fields.only("fill", "step", "at", "for")
-    step, at_s = fields.when()
-    directory = fields.text("fill", _DIRECTORY, "a directory whose name has no space, comma or semicolon")
-    return FillFault(directory=directory, step=step, at_s=at_s, for_s=fields.seconds("for"))
+    return for_s, 1.0 if factor is None else factor
 
 
 def _log_loss(fields: Fields) -> LogLossFault:

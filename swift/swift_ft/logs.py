@@ -13,7 +13,6 @@ import re
 import select
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
@@ -173,39 +172,6 @@ def _without(secret: "re.Match[str]") -> str:
     return f"{secret[1] or secret[2]}{REMOVED}"
 
 
-def json_line(
-    redactor: Redactor,
-    *,
-    wall_s: float,
-    monotonic_s: float,
-    level: int,
-    role: str,
-    event: str,
-    message: str = "",
-    fields: Mapping[str, Any],
-) -> str:
-    """Returns one event as a JSON line, without its newline. Secrets are removed from message and fields."""
-    line: dict[str, Any] = {
-        "time": datetime.fromtimestamp(wall_s, UTC).isoformat(timespec="microseconds"),
-        "monotonic": round(monotonic_s, 6),
-        "level": logging.getLevelName(level).lower(),
-        "role": role,
-        "pid": os.getpid(),
-        "event": event,
-    }
-    if message:
-        line["message"] = redactor.text(message)
-    if fields:
-        line["fields"] = redactor.value(fields)
-    return json.dumps(line, ensure_ascii=True)
-
-
-def text_line(redactor: Redactor, *, level: int, event: str, fields: Mapping[str, Any]) -> str:
-    shown = redactor.value(fields)
-    words = " ".join(f"{name}={value}" for name, value in shown.items())
-    return one_line(f"{logging.getLevelName(level)} {event} {words}".rstrip())
-
-
 class _Handler(logging.Handler):
     def __init__(self, log: "Log") -> None:
         super().__init__()
@@ -266,26 +232,31 @@ class Log:
         self._torn = False
 
     def say(self, event: str, level: int, message: str = "", fields: Mapping[str, Any] | None = None) -> None:
-        """Logs one event or message, if its level is enabled."""
         if level >= self.level:
             self.write(self._line(event, level, message, fields or {}))
 
     def _line(self, event: str, level: int, message: str, fields: Mapping[str, Any]) -> str:
+        """Returns one line, without its end and without secrets."""
+        name = logging.getLevelName(level)
+        shown = self.redactor.value(fields)
         if self.format == TEXT:
-            return text_line(self.redactor, level=level, event=event, fields=fields)
-        return json_line(
-            self.redactor,
-            wall_s=time.time(),
-            monotonic_s=events.now(),
-            level=level,
-            role=self.role,
-            event=event,
-            message=message,
-            fields=fields,
-        )
+            words = " ".join(f"{field}={value}" for field, value in shown.items())
+            return one_line(f"{name} {event} {words}".rstrip())
+        line: dict[str, Any] = {
+            "time": datetime.now(UTC).isoformat(timespec="microseconds"),
+            "monotonic": round(events.now(), 6),
+            "level": name.lower(),
+            "role": self.role,
+            "pid": os.getpid(),
+            "event": event,
+        }
+        if message:
+            line["message"] = self.redactor.text(message)
+        if fields:
+            line["fields"] = shown
+        return json.dumps(line)
 
     def fatal(self, message: str) -> None:
-        """Logs why this process ends, as one line."""
         if self.format == TEXT:
             self.write(self.redactor.text(f"{self.role}: {message}"))
         else:
@@ -321,7 +292,6 @@ class Log:
 
 
 def _has_room(stream: TextIO, timeout_s: float) -> bool:
-    """Returns whether the stream becomes writable within the timeout."""
     try:
         number = stream.fileno()
     except (OSError, ValueError):  # no system file

@@ -16,11 +16,12 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent import futures
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import islice
 from typing import Any, TypeVar
 
 from swift_ft.errors import UsageError
@@ -34,6 +35,7 @@ PART_BYTES = 8 << 20
 """Size of the parts in which an object is sent and fetched. S3 takes 5 MiB or more, but for the last one."""
 _AT_ONCE = 8
 """Parts of one object under way. So an upload, or a download, holds 64 MiB."""
+_SMALL_AT_ONCE = 32
 _REQUEST_S, _CONNECT_S = 30.0, 5.0
 _RETRIES = 3
 _RETRIED_S = 10.0
@@ -44,8 +46,6 @@ _PAUSE_S, _PAUSE_S_MAX = 0.2, 5.0
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One object of a listing."""
-
     path: str
     size: int
     modified_s: float
@@ -97,7 +97,6 @@ class Objects:
         self._done(path, writer.close)
 
     def put(self, path: str, data: Bytes) -> None:
-        """Puts an object, or replaces it."""
         self._done(path, lambda: _obstore().put_async(self._store, path, data, use_multipart=False))
 
     def create(self, path: str, data: bytes) -> None:
@@ -137,8 +136,6 @@ class Objects:
         return [prefix.rstrip("/").rpartition("/")[2] for prefix in found["common_prefixes"]]
 
     def size(self, path: str) -> int:
-        """Returns the object's bytes."""
-
         async def head() -> Any:
             return await _obstore().head_async(self._store, path)
 
@@ -154,6 +151,22 @@ class Objects:
         if not size:
             return memoryview(b"")
         return self._result(path, self._fetch(path, offset, size))
+
+    def read_each(self, entries: Iterable[Entry]) -> Iterator[tuple[Entry, memoryview]]:
+        """Yields the contents of small objects, in order. Several are fetched at once."""
+        ahead: deque[tuple[Entry, futures.Future[memoryview]]] = deque()
+        rest = iter(entries)
+        try:
+            while True:
+                for entry in islice(rest, _SMALL_AT_ONCE - len(ahead)):
+                    ahead.append((entry, self._fetch(entry.path, 0, entry.size)))
+                if not ahead:
+                    return
+                entry, call = ahead.popleft()
+                yield entry, self._result(entry.path, call)
+        finally:
+            for _, call in ahead:
+                call.cancel()
 
     @contextmanager
     def reader(self, path: str, size: int) -> Iterator[Callable[[memoryview], int]]:
@@ -247,7 +260,6 @@ _TIMES = re.compile(
 
 
 def _obstore(module: str = "") -> Any:
-    """Returns obstore, imported only where it is used."""
     return importlib.import_module(f"obstore.{module}" if module else "obstore")
 
 

@@ -184,7 +184,6 @@ def state() -> dict[str, Any]:
 
 
 def restore(states: dict[str, Any]) -> None:
-    """Restores the result of `state`."""
     random.setstate(states["random"])
     if "numpy" in states:
         sys.modules["numpy"].random.set_state(states["numpy"])

@@ -5,6 +5,7 @@ of swift's. So output goes through this module: `show` on stdout, `tell` on stde
 `one_line`.
 """
 
+import io
 import json
 import math
 import re
@@ -81,8 +82,39 @@ def show(lines: Iterable[object]) -> None:
 
 
 def tell(line: object, who: str = "swift") -> None:
-    """Prints on stderr, as one line."""
     print(one_line(f"{who}: {line}" if who else line), file=sys.stderr, flush=True)
+
+
+class _Unread(io.FileIO):
+    """A stream that takes what nobody reads any more as written."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            return memoryview(data).nbytes
+
+
+def outlive_readers() -> None:
+    """(a launcher and its ranks) Lets `print` go on once the reader of stdout or stderr has gone, such as a pager: the
+    error would end the run. Processes that are forked from this one have these streams, too."""
+    for name in ("stdout", "stderr"):
+        old = getattr(sys, name)
+        if type(old) is not io.TextIOWrapper or type(getattr(old.buffer, "raw", None)) is _Unread:
+            continue
+        old.flush()
+        raw = _Unread(old.fileno(), "w", closefd=False)
+        raw.name = old.name
+        unbuffered = isinstance(old.buffer, io.RawIOBase)  # python -u
+        new = io.TextIOWrapper(
+            raw if unbuffered else io.BufferedWriter(raw),
+            encoding=old.encoding,
+            errors=old.errors,
+            line_buffering=old.line_buffering,
+            write_through=old.write_through,
+        )
+        new.mode = old.mode  # type: ignore[misc]  # as Python's own streams have it
+        setattr(sys, name, new)
 
 
 # Grammars of names. A name cannot escape from where it is inserted: a directory, a label, a line of a log.
@@ -126,7 +158,6 @@ ENV_SPARES = "SWIFT_SPARES"
 
 
 def flag_of(setting: str) -> str:
-    """Returns the flag of a setting in `LAUNCHER_SETTINGS`."""
     return f"--{setting.replace('_', '-')}"
 
 
@@ -135,12 +166,10 @@ def version_folder(version: int) -> str:
 
 
 def version_of(folder: str) -> int | None:
-    """Returns the version of a folder by its name; None for other names."""
     return int(match[1]) if (match := _VERSION.fullmatch(folder)) else None
 
 
 def rank_of(folder: str) -> int | None:
-    """Returns the rank of a folder within a version's folder; None for other names."""
     return int(match[1]) if (match := _RANK.fullmatch(folder)) else None
 
 
@@ -179,7 +208,6 @@ def whole_number(text: str) -> int | None:
 
 
 def port_number(text: str) -> int | None:
-    """Parses a port number; returns None if the text is none."""
     port = whole_number(text)
     return port if port is not None and port < 1 << 16 else None
 

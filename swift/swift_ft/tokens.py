@@ -101,7 +101,8 @@ MAY_CALL: Mapping[str, frozenset[Role]] = MappingProxyType(
 )
 
 
-# Secret files: created with mode 0600, and refused if others can read them.
+# Secret files: created with mode 0600, and refused if others can read them. For a process that is not root's, what
+# belongs to root may be readable by its group, as for PostgreSQL: so the kubelet and Debian's ssl-cert give keys to it.
 
 _BYTES_MAX = 1 << 20
 
@@ -115,12 +116,17 @@ def read_file(path: Path, flag: str) -> bytes:
         raise UsageError(f"{flag} {path}: {error.strerror}") from None
 
 
+def is_exposed(status: os.stat_result) -> bool:
+    """Returns whether a secret file may be accessed by more users than its owner (and readers in its group, if that is
+    root and this process is not root's)."""
+    by_group = status.st_uid == 0 and os.geteuid() != 0
+    return bool(stat.S_IMODE(status.st_mode) & (0o037 if by_group else 0o077))
+
+
 def read_secret(path: Path, flag: str) -> bytes:
-    """Returns the content of a file that only its owner may access. Raises UsageError if others may."""
     try:
         with path.open("rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            if stat.S_IMODE(mode) & 0o077:
+            if is_exposed(os.fstat(file.fileno())):
                 raise UsageError(f"{flag} {path}: users other than its owner can access it: chmod 600 {path}")
             return file.read(_BYTES_MAX)
     except OSError as error:
@@ -277,13 +283,12 @@ def new_key(directory: Path) -> tuple[Path, Path]:
     verifying.parent.mkdir(exist_ok=True)
     secret = private.private_bytes(s.Encoding.PEM, s.PrivateFormat.PKCS8, s.NoEncryption())
     public = private.public_key().public_bytes(s.Encoding.PEM, s.PublicFormat.SubjectPublicKeyInfo)
+    write_file(verifying, public, secret=False)  # first: a signing key that is there can be checked
     write_file(signing, secret, secret=True)
-    write_file(verifying, public, secret=False)
     return signing, verifying
 
 
 def shown(text: str) -> str:
-    """Returns the text for a log line: shortened, without control characters."""
     return one_line(text[:SUBJECT_MAX])
 
 
@@ -453,7 +458,6 @@ def claims_of(token: str) -> Grant | None:
 
 
 def _bytes_of(path: Path) -> bytes | None:
-    """Returns the content, or None if it cannot be read now."""
     try:
         return read_regular(Path(os.path.realpath(path)), _KEY_BYTES_MAX)
     except OSError:

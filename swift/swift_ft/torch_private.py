@@ -207,18 +207,9 @@ def schedule_microbatches(schedule: Any) -> int:
     return int(schedule._n_microbatches)
 
 
-def trains(schedule: Any) -> bool:
-    return schedule._loss_fn is not None
-
-
 def schedule_grad_scale(schedule: Any) -> int:
     """Returns the number by which the schedule divides a step's gradients."""
     return schedule_microbatches(schedule) if schedule.scale_grads else 1
-
-
-def started(ops: Sequence[Any]) -> list[Any]:
-    """Starts a stage's communication operations as a schedule does. Returns the works to wait for."""
-    return list(dist.batch_isend_irecv(list(ops))) if ops else []
 
 
 def splits_backward(schedule: Any) -> bool:
@@ -367,7 +358,6 @@ def reset_sharded(module: torch.nn.Module) -> None:
 
 
 def sharded_by_fsdp(module: torch.nn.Module) -> set[torch.nn.Parameter]:
-    """Returns the parameters that FSDP2 shards."""
     return {
         parameter.sharded_param
         for part in module.modules()
@@ -471,7 +461,7 @@ def _meta_from_json(item: dict[str, Any]) -> Any:
         **known,
         global_shape=torch.Size(item["global_shape"]),
         global_stride=tuple(item["global_stride"]),
-        placements=tuple(_placement_from_json(*each) for each in item["placements"]),
+        placements=tuple(_PLACEMENTS[kind](*of) for kind, *of in item["placements"]),
         mesh_dim_names=tuple(item["mesh_dim_names"]),
         mesh_layout=_MeshLayout(
             [_FlatLayout(tuple(shape), tuple(stride)) for shape, stride in item["mesh_layout"]]
@@ -484,10 +474,6 @@ def _placement_to_json(placement: Any) -> list[Any]:
         if type(placement) is _PLACEMENTS[kind]:
             return [kind, getattr(placement, of)] if of else [kind]
     raise ServiceError(f"a boundary tensor that is laid out by {placement} cannot be logged yet")
-
-
-def _placement_from_json(kind: str, *of: Any) -> Any:
-    return _PLACEMENTS[kind](*of)
 
 
 def around_calls(schedule: Any, around: Any) -> None:
@@ -540,7 +526,6 @@ def knows_shapes(schedule: Any) -> bool:
 
 
 def forget_shapes(schedule: Any) -> None:
-    """Makes the schedule's next call learn the shapes again."""
     for name in ("_stage_forward_initialized", "_stages_forward_initialized"):
         if hasattr(schedule, name):
             setattr(schedule, name, False)

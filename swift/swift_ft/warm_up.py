@@ -50,10 +50,6 @@ class Rehearsed:
     """True if the job was the reason: a retry may succeed."""
 
 
-def _goes_on(_why: str) -> None:
-    """Ignores the reason: a warm-up has no limit on its script's time."""
-
-
 class OneRun:
     """One run of the script; its session sets the results."""
 
@@ -62,7 +58,7 @@ class OneRun:
         version: int | None,
         *,
         rehearses: bool = False,
-        gives_up: Callable[[str], None] = _goes_on,
+        gives_up: Callable[[str], None] = lambda _why: None,
     ) -> None:
         self.version = version
         """Version of the checkpoint to begin from; None: the newest."""
@@ -74,12 +70,8 @@ class OneRun:
         self.gradients = b""
         """Digest of the gradients."""
         self.models: list[weakref.ref[Any]] = []
-        self.moved: Callable[[Exception], bool] = _has_not_moved
+        self.moved: Callable[[Exception], bool] = lambda _error: False
         """Returns whether the job has moved on since the session was created, which explains the error."""
-
-
-def _has_not_moved(_error: Exception) -> bool:
-    return False
 
 
 class _Process:
@@ -176,7 +168,7 @@ def _run(script: Callable[[], object], run: OneRun) -> Warmed:
     begin_script()
     try:
         why_not, passing = _leave(script, run)
-        run.moved = _has_not_moved  # the old function refers to the model
+        run.moved = lambda _error: False  # the old function refers to the model
         sys.modules["__main__"] = ModuleType("__main__")  # its variables refer to the model
         left_before.restore()
         reinitialization.leave()

@@ -7,9 +7,12 @@ Exit codes: 0 every case passed; 1 one did not; 2 usage; 3 an engine cannot be h
 import argparse
 import importlib
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # a line for each process that is started, otherwise
 
 from tests.cluster.rows import Row, markdown
 from tests.frameworks.environment import Unavailable

@@ -6,30 +6,39 @@ import os
 import random
 import signal
 import socket
+import ssl
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.request
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
+
+import pytest
 
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.credentials import Credentials
 from swift_ft.lab.drill.cluster import COORDINATOR, JOB, LAUNCHER
 from swift_ft.rpc.client import CoordinatorClient
+from swift_ft.tools.credentials import CertificateAuthority
 from swift_ft_services.coordinator.etcd_store import LEASE_S, EtcdStore
-from swift_ft_services.coordinator.store import MetadataStore, StoreConflict, StoreHeld, Transaction
+from swift_ft_services.coordinator.store import MetadataStore, StoreConflict, StoreHeld
 from tests.cluster.rows import Row, row
 from tests.frameworks.environment import ROOT, Unavailable
 from tests.integration.again_world import Again
+from tests.integration.namespaces import Network, skip_where_impossible
 
 PLACE = ROOT / ".cluster" / "etcd"
 STEPS = 400
 SLOW = {"rank": 0, "what": "slow", "times": 100000}
 TAKEOVER_S = 5.0
+NODES = ("m0", "m1", "m2")
+"""Machines of etcd's members, where each has its own."""
 
 
 def cases(only: str) -> Iterator[Row]:
@@ -39,6 +48,8 @@ def cases(only: str) -> Iterator[Row]:
         ("the holder is stopped for longer than its lease while a rank is lost", stopped_holders),
         ("an etcd member is killed while a rank is lost", killed_members),
         ("an etcd member is stopped for 4 s while a rank is lost", stopped_members),
+        ("an etcd member is cut off for 4 s while a rank is lost", cut_members),
+        ("over TLS with certificates on both sides, the holder is killed while a rank is lost", over_tls),
     ):
         if only in name:
             yield case(name)
@@ -72,13 +83,23 @@ def free_ports(count: int) -> list[int]:
 class Members:
     """(context manager) Three members on loopback."""
 
-    def __init__(self, directory: Path, count: int = 3) -> None:
+    def __init__(self, directory: Path, *, network: Network | None = None, tls: bool = False) -> None:
+        """`network`: with machines of the names `NODES`, one for each; without it all are on loopback."""
         self._program = program()
         self._directory = directory
-        ports = free_ports(2 * count)
-        self.clients = [f"127.0.0.1:{port}" for port in ports[:count]]
-        self._peers = [f"http://127.0.0.1:{port}" for port in ports[count:]]
+        self._network = network
+        hosts = ["127.0.0.1" if network is None else network.host(node) for node in NODES]
+        ports = free_ports(2 * len(NODES))
+        self.clients = [f"{host}:{port}" for host, port in zip(hosts, ports[::2], strict=True)]
+        self._peers = [f"{host}:{port}" for host, port in zip(hosts, ports[1::2], strict=True)]
+        self._scheme = "https" if tls else "http"
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self.credentials = Credentials(insecure=network is not None)
+        if tls:
+            authority = CertificateAuthority(directory / "authority")
+            self._server = authority.issue("member", *hosts)
+            own = authority.issue("coordinator")
+            self.credentials = Credentials(ca=authority.certificate, certificate=own.certificate, key=own.key)
 
     def __enter__(self) -> Self:
         for number in range(len(self.clients)):
@@ -96,39 +117,49 @@ class Members:
             process.wait()
 
     def start(self, number: int) -> None:
-        urls = ",".join(f"m{n}={peer}" for n, peer in enumerate(self._peers))
-        client, peer = f"http://{self.clients[number]}", self._peers[number]
-        words = ["--name", f"m{number}", "--data-dir", str(self._directory / f"etcd{number}")]
-        words += ["--listen-client-urls", client, "--advertise-client-urls", client]
-        words += [
-            "--listen-peer-urls",
-            peer,
-            "--initial-advertise-peer-urls",
-            peer,
-            "--initial-cluster",
-            urls,
-        ]
+        urls = ",".join(f"m{n}={self._scheme}://{peer}" for n, peer in enumerate(self._peers))
+        client, peer = (f"{self._scheme}://{there[number]}" for there in (self.clients, self._peers))
+        words = [str(self._program), f"--name=m{number}", f"--data-dir={self._directory}/etcd{number}"]
+        words += [f"--listen-client-urls={client}", f"--advertise-client-urls={client}"]
+        words += [f"--listen-peer-urls={peer}", f"--initial-advertise-peer-urls={peer}"]
+        words += [f"--initial-cluster={urls}"]
+        if self._scheme == "https":
+            pair = (f"cert-file={self._server.certificate}", f"key-file={self._server.key}")
+            for of in ("", "peer-"):
+                words += [f"--{of}{flag}" for flag in (*pair, f"trusted-ca-file={self.credentials.ca}")]
+                words += [f"--{of}client-cert-auth"]
+        if self._network is not None:
+            words = [*self._network.inside(NODES[number]), *words]
         with open(self._directory / f"etcd{number}.txt", "ab") as output:
-            self.processes[number] = subprocess.Popen([self._program, *words], stdout=output, stderr=output)
+            self.processes[number] = subprocess.Popen(words, stdout=output, stderr=output)
 
     def kill(self, number: int) -> None:
         self.processes[number].kill()
         self.processes[number].wait()
 
     def is_healthy(self, number: int) -> bool:
-        with (
-            suppress(OSError),
-            urllib.request.urlopen(f"http://{self.clients[number]}/health", timeout=1) as reply,
-        ):
+        url, context = f"{self._scheme}://{self.clients[number]}/health", None
+        if self._scheme == "https":
+            context = ssl.create_default_context(cafile=self.credentials.ca)
+            context.load_cert_chain(self.credentials.certificate, self.credentials.key)
+        with suppress(OSError), urllib.request.urlopen(url, timeout=1, context=context) as reply:
             return json.loads(reply.read())["health"] == "true"
         return False
+
+    @property
+    def flags(self) -> list[str]:
+        """Of a coordinator."""
+        given = self.credentials
+        tls = {"--store-ca": given.ca, "--store-cert": given.certificate, "--store-key": given.key}
+        words = [str(word) for flag in tls.items() if flag[1] for word in flag]
+        return [*words, *["--insecure"] * given.insecure]
 
     @property
     def url(self) -> str:
         return f"etcd://{','.join(self.clients)}"
 
     def open(self, name: str = "a:1") -> EtcdStore:
-        return EtcdStore(self.clients, "test", Credentials(), name=lambda: name)
+        return EtcdStore(self.clients, "test", self.credentials, name=lambda: name)
 
 
 def store(name: str) -> Row:
@@ -153,17 +184,17 @@ async def _store(members: Members) -> dict[str, object]:
     first, second = members.open(), members.open("b:1")
     await first.hold()
     big = {f"k{number}": "é" * (number * 2000) for number in range(200)}
-    await first.commit(Transaction(puts=big))
-    assert {key: stored.value for key, stored in (await first.read("k")).items()} == big, "a part is missing"
-    await first.commit(Transaction(puts=dict.fromkeys(big, "small"), deletes=["none"]))
-    assert {stored.value for stored in (await first.read("k")).values()} == {"small"}, "a part is left"
+    await first.commit(big)
+    assert await first.read("k") == big, "a part is missing"
+    await first.commit(dict.fromkeys(big, "small"), ["none"])
+    assert set((await first.read("k")).values()) == {"small"}, "a part is left"
     began = time.monotonic()
     for number in range(100):
-        await first.commit(Transaction(puts={"a": str(number)}))
+        await first.commit({"a": str(number)})
     commit_s = (time.monotonic() - began) / 100
     for member in members.processes:  # one after the other is away, and commits go on
         members.kill(member)
-        await first.commit(Transaction(puts={"away": str(member)}))
+        await first.commit({"away": str(member)})
         members.start(member)
         deadline = time.monotonic() + 20
         while not members.is_healthy(member):
@@ -196,7 +227,7 @@ async def _refused(hold: Callable[[], Awaitable[None]]) -> bool:
 
 async def _conflict(lost: MetadataStore) -> bool:
     with suppress(StoreConflict):
-        await lost.commit(Transaction(puts={"a": "of a former holder"}))
+        await lost.commit({"a": "of a former holder"})
         return False
     return True
 
@@ -213,21 +244,22 @@ class Several(Again):
         self._names = [f"{COORDINATOR}{number}" for number in range(3)]
 
     def _start(self) -> None:
-        self._start_service("logserver")
-        self._await_service("logserver")
+        for name in self._log_servers:
+            self._start_service(name)
+        for name in self._log_servers:
+            self._await_service(name)
         for name in self._names:
             self.start_coordinator(name)
         for name in self._names:
             self._await_service(name)
         self._addresses[COORDINATOR] = ",".join(self._addresses[name] for name in self._names)
-        self._ranks_killed = 0
 
     def start_coordinator(self, name: str) -> None:
         words = ["swift_ft_services.coordinator", "--store", self._members.url]
         words += ["--address-file", str(self.directory / f"{name}.address")]
         words += ["--listen", self._addresses.get(name, "127.0.0.1:0")]
-        words += ["--log-servers", f"machine0={self._addresses['logserver']}"]
-        self._spawn(name, words)
+        named = [f"machine{number}={address}" for number, address in enumerate(self.log_addresses)]
+        self._spawn(name, [*words, "--log-servers", ",".join(named), *self._members.flags])
 
     def poll(self) -> int | None:
         return self._processes[LAUNCHER].poll()
@@ -255,15 +287,28 @@ class Several(Again):
 
 class Trouble:
     """(called again and again while the job runs) Kills a rank once the job has come to a new step, and makes something
-    else happen within the recovery."""
+    else happen within the recovery; or makes it happen while the job trains."""
 
-    def __init__(self, job: Several, happen: Callable[[], None], times: int, seed: int) -> None:
+    def __init__(
+        self,
+        job: Several,
+        happen: Callable[[], None],
+        times: int,
+        seed: int,
+        *,
+        in_training: int = 0,
+        loses_rank: bool = False,
+    ) -> None:
+        """`in_training`: of how many times. `loses_rank`: what happens makes a recovery by itself."""
         self.times = 0
         self._client = CoordinatorClient(job.coordinators, JOB)
         self._watcher = self._client.watch()
         self._happen = happen
-        self._most = times
         self._random = random.Random(seed)
+        self._in_recovery = [True] * (times - in_training) + [False] * in_training
+        self._random.shuffle(self._in_recovery)
+        self.times_wanted = times
+        self._loses_rank = loses_rank
         self._generation = 0
         self._due = 0.0
 
@@ -273,11 +318,12 @@ class Trouble:
             self._due = 0.0
             self._happen()
             self.times += 1
-        elif view is not None and not self._due and self.times < self._most and self._has_run_on(view):
-            self._generation = view.generation
-            victim = self._random.choice(view.members)
-            with suppress(ProcessLookupError):
-                os.kill(victim.pid, signal.SIGKILL)
+        elif view is not None and not self._due and self.times < self.times_wanted and self._has_run_on(view):
+            if in_recovery := self._in_recovery[self.times]:
+                victim = self._random.choice(view.members)
+                with suppress(ProcessLookupError):
+                    os.kill(victim.pid, signal.SIGKILL)
+            self._generation = view.generation - (not in_recovery and not self._loses_rank)
             self._due = now + self._random.random() * 0.5
         return False
 
@@ -288,47 +334,62 @@ class Trouble:
         self._client.close()
 
 
-def job(name: str, times: int, make: Callable[[Several, Members], Callable[[], None]]) -> Row:
-    """Runs a job to its end, with so many kills of ranks and what `make` returns."""
+def digests_wanted(directory: Path, steps: int) -> list[dict[str, Any]]:
+    """Of a run that never fails. Raises AssertionError."""
+    directory.mkdir()
+    with Again(directory) as twin:
+        assert not twin.unlucky(steps), f"the run without failures failed: {twin.said[-300:]}"
+        return twin.digests(steps)
+
+
+def job(
+    name: str,
+    times: int,
+    make: Callable[[Several, Members], Callable[[], None]],
+    *,
+    network: Network | None = None,
+    tls: bool = False,
+) -> Row:
+    """Runs a job to its end, with so many kills of ranks and what `make` returns. `network`, `tls`: of `Members`."""
     with tempfile.TemporaryDirectory(prefix="swift-etcd-") as place:
         directory = Path(place)
-        (directory / "twin").mkdir()
         (directory / "job").mkdir()
-        with Again(directory / "twin") as twin:
-            if twin.unlucky(STEPS):
-                return row(name, f"the run without failures failed: {twin.said[-300:]}")
-            digests = twin.digests(STEPS)
-        with Members(directory) as members, Several(directory / "job", members) as several:
+        steps = max(STEPS, 10 * times)
+        digests = digests_wanted(directory / "twin", steps)
+        with (
+            Members(directory, network=network, tls=tls) as members,
+            Several(directory / "job", members) as several,
+        ):
             trouble = Trouble(several, make(several, members), times, seed=1)
             several.kill_when = trouble
             try:
                 code = several.run(
                     "unlucky.py",
                     several.directory,
-                    STEPS,
+                    steps,
                     json.dumps([SLOW]),
                     1,
                     5,
                     patience_s=60 + 20 * times,
                 )
-                problem = _problem(several, code, trouble, digests)
+                problem = problem_of(several, code, trouble, digests, steps)
             except AssertionError as error:
                 problem = " ".join(str(error).split())[-300:]
             finally:
                 trouble.close()
-            return row(name, problem, **_figures(several, trouble))
+            return row(name, problem, **figures_of(several, trouble))
 
 
-def _problem(job: Several, code: int, trouble: Trouble, digests: list[dict[str, Any]]) -> str:
+def problem_of(job: Several, code: int, trouble: Trouble, digests: list[dict[str, Any]], steps: int) -> str:
     if code:
         return f"exit code {code}: {' '.join(job.said.split())[-300:]}"
-    if job.digests(STEPS) != digests:
+    if job.digests(steps) != digests:
         return "other bits than those of the run without failures"
     used = Counter((event["generation"], event["state"]) for event in job.events("state"))
     if twice := [key for key, count in used.items() if count > 1]:
         return f"used twice: {twice}"
-    if not trouble.times:
-        return "nothing has happened"
+    if trouble.times < trouble.times_wanted:
+        return f"it has happened {trouble.times} times"
     late = [seconds for seconds in _takeovers(job) if seconds > TAKEOVER_S]
     return f"taken over after {max(late):.1f} s" if late else ""
 
@@ -340,23 +401,30 @@ def _takeovers(job: Several) -> list[float]:
     return [min((t for t in held if t > at), default=at + 60.0) - at for at in lost]
 
 
-def _figures(job: Several, trouble: Trouble) -> dict[str, object]:
+def figures_of(job: Several, trouble: Trouble) -> dict[str, object]:
     taken = _takeovers(job)
     generations = {event["generation"] for event in job.events("state")}
     slowest = {"slowest_takeover_in_seconds": round(max(taken), 2)} if taken else {}
     return {"times": trouble.times, "generations": len(generations), "takeovers": len(taken), **slowest}
 
 
-def killed_holders(name: str) -> Row:
-    def make(several: Several, _: Members) -> Callable[[], None]:
-        def happen() -> None:
-            if (holder := several.holder()) is not None:
-                several.trace("holder_lost", holder=holder)
-                several.kill_coordinator(holder)
+def kill_holder(several: Several) -> None:
+    until = time.monotonic() + 60.0
+    while (holder := several.holder()) is None:  # the last one was killed a moment ago
+        assert time.monotonic() < until, "no coordinator takes over"
+        time.sleep(0.02)
+    several.trace("holder_lost", holder=holder)
+    several.kill_coordinator(holder)
 
-        return happen
 
-    return job(name, int(os.environ.get("TAKEOVERS", "20")), make)
+def killed_holders(
+    name: str, times: int = int(os.environ.get("TAKEOVERS", "20")), *, tls: bool = False
+) -> Row:
+    return job(name, times, lambda several, _: partial(kill_holder, several), tls=tls)
+
+
+def over_tls(name: str) -> Row:
+    return killed_holders(name, 3, tls=True)
 
 
 def stopped_holders(name: str) -> Row:
@@ -401,3 +469,50 @@ def stopped_members(name: str) -> Row:
         return happen
 
     return job(name, 6, make)
+
+
+def cut_members(name: str) -> Row:
+    """In a network namespace, so that etcd's members may be machines on a switch, and the rest on another one."""
+    try:
+        skip_where_impossible()
+    except pytest.skip.Exception as skipped:
+        raise Unavailable(str(skipped)) from None
+    program()
+    call = f"import json; from tests.cluster import etcd; print(json.dumps(etcd.cut_members_here({name!r})))"
+    done = subprocess.run(
+        ["unshare", "--net", sys.executable, "-c", call],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    if done.returncode:
+        return row(name, f"exit code {done.returncode}")
+    found: Row = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def cut_members_here(name: str) -> Row:
+    """Each member is cut off once from all, once from the coordinators alone, and once from the other members alone."""
+    network = Network("meta", *NODES, own="meta")
+
+    def make(_several: Several, members: Members) -> Callable[[], None]:
+        cuts = ((node, away) for away in (("meta", *NODES), ("meta",), NODES) for node in NODES)
+
+        def happen() -> None:
+            node, away = next(cuts)
+            ways = [(node, other) for other in away if other != node]
+            ways += [(other, node) for node, other in ways]
+            for sender, receiver in ways:
+                network.lose(sender, receiver)
+            time.sleep(4.0)
+            assert not members.is_healthy(NODES.index(node)), f"{node} is not cut off"
+            for sender, receiver in ways:
+                network.find(sender, receiver)
+
+        return happen
+
+    try:
+        return job(name, 9, make, network=network)
+    finally:
+        network.close()

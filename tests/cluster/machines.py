@@ -15,11 +15,9 @@ import pytest
 from swift_ft import events
 from tests.cluster.rows import Row, row
 from tests.frameworks.environment import Unavailable
-from tests.integration.coordinator_world import Coordinator
-from tests.integration.logserver_world import LogServer
 from tests.integration.namespaces import Network, skip_where_impossible
-from tests.integration.test_machines import Machines
-from tests.integration.test_partitions import PORT, World
+from tests.integration.test_machines import Logs
+from tests.integration.test_partitions import Machines, World
 
 STEPS = 250
 CASES: Mapping[str, tuple[str, int, str, str]] = {
@@ -61,20 +59,7 @@ class Site:
         self.network = Network("meta", "log", *machines, *SPARES, named=True)
         stack.callback(self.network.close)
         world = World(self.network, directory, stack)
-        self.servers = {}
-        for machine in machines:
-            server = LogServer(directory / f"log-{machine}", "--insecure")
-            server.address, server.prefix = (
-                f"{self.network.host(machine)}:{PORT}",
-                self.network.inside(machine),
-            )
-            self.servers[machine] = stack.enter_context(server)
-        named = ",".join(f"{machine}={server.address}" for machine, server in self.servers.items())
-        flags = ["--insecure", "--detect", detect, f"--copies={copies}", "--log-servers", named]
-        coordinator = Coordinator(directory / "meta", *flags)
-        coordinator.address, coordinator.prefix = world.meta, self.network.inside("meta")
-        stack.callback(coordinator.stop)
-        coordinator.start()
+        self.servers = Logs(world, directory, stack, machines, copies, ["--detect", detect]).servers
         self.run = Machines(world, directory / "run", self._flags, len(machines), len(machines), STEPS)
         stack.callback(self.run.close)
         self._tail = events.Tail(directory / "trace")

@@ -37,6 +37,8 @@ class Answer:
     """Not 0: this status, and the request is not passed on."""
     lost: bool = False
     """It is passed on, and its answer is not."""
+    refused: bool = False
+    """It is not passed on, and its connection is closed."""
 
 
 @dataclass
@@ -123,6 +125,9 @@ def _handler(store: Store, port: int) -> type[BaseHTTPRequestHandler]:
                 store.requests.append(asked)
                 what = store.rule(asked) or Answer()
             time.sleep(what.after_s)
+            if what.refused:
+                self.close_connection = True
+                return
             if what.status:
                 self.send_response(what.status)
                 self.send_header("Content-Length", "0")

@@ -6,8 +6,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import psutil
 import pytest
 
 from tests.cluster.rows import Row, row
+from tests.cluster.watched import Watched
 from tests.frameworks.environment import ROOT, Unavailable
 from tests.integration.namespaces import Network, skip_where_impossible
 
@@ -113,8 +113,10 @@ def _space(pid: int) -> str:
     return os.readlink(f"/proc/{pid}/ns/net")
 
 
-class Cluster:
+class Cluster(Watched):
     """A context manager."""
+
+    limit_s = TIMEOUT_S
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -214,16 +216,6 @@ class Cluster:
                     if (each := json.loads(line)).get("event") == event:
                         found.append(each)
         return found
-
-    def until_step(self, step: int) -> None:
-        self.until(lambda: any(each["step"] >= step for each in self.trace("loss")), f"step {step}")
-
-    def until(self, look: Callable[[], object], what: str) -> None:
-        deadline = time.monotonic() + TIMEOUT_S
-        while not look():
-            if time.monotonic() > deadline:
-                raise AssertionError(f"waited for {what}: {self.output()}")
-            time.sleep(0.2)
 
     def output(self) -> str:
         path = self.place / "output"

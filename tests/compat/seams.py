@@ -28,7 +28,7 @@ SUITE = (
 )
 FLOORS_SUITE = ("tests/unit/control", "tests/unit/log", "tests/unit/security", "tests/unit/test_metrics.py")
 """Run besides, if dependencies are the oldest ones: what touches them."""
-TRAINERS = {"fsdp2": 4, "pipeline_eval": 2}
+TRAINERS = {"fsdp2": 4, "pipeline_eval_sizes": 2}
 """name → ranks"""
 SHARDED = "fsdp2"
 _KILL = "rank=1,step=8,microbatch=3,phase=backward"

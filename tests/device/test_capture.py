@@ -17,7 +17,7 @@ from swift_ft.log import ring
 from swift_ft.log.reader import LogReader
 from swift_ft.log.record import RecordKey
 from swift_ft.log.ring import Word
-from swift_ft.log.sidecar_client import NOBODY, SidecarWriter
+from swift_ft.log.sidecar_client import SidecarWriter
 from swift_ft.train import boundary_log
 from swift_ft.train.boundary_log import DeviceCapture
 from tests.device.machine import accelerator, held, here, hold, never, no_waits
@@ -393,4 +393,4 @@ def test_a_writer_that_is_closed_waits_for_no_peer() -> None:
             pool.submit(w.capture.let_go).result(TIMEOUT_S)
         w.side.synchronize()
         unpin()
-        w.writer._borrower = NOBODY
+        w.writer._borrower = None

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import crc32c
 import grpc
 import lz4.block
 import pytest
@@ -16,7 +17,7 @@ import torch
 from swift_ft._pb import log_pb2
 from swift_ft.errors import RecordCorrupt
 from swift_ft.log import admin
-from swift_ft.log.frame import BODY_BYTES_MAX, CODEC_LZ4, CODECS, FrameHeader, checksum, encode_header
+from swift_ft.log.frame import BODY_BYTES_MAX, CODEC_LZ4, CODECS, FrameHeader, encode_header
 from swift_ft.log.protocol import code_of, message_of, reason_of
 from swift_ft.log.reader import never
 from swift_ft.log.record import DTYPE_BY_NAME, RecordKey
@@ -81,7 +82,7 @@ def sent_and_refused(server: Server, frame: bytes) -> tuple[grpc.StatusCode, str
 
 def forged(header: FrameHeader, body: bytes) -> bytes:
     """A frame whose checksums are right, whatever else it says."""
-    return encode_header(replace(header, body_crc=checksum(body))) + body
+    return encode_header(replace(header, body_crc=crc32c.crc32c(body))) + body
 
 
 # -- files --------------------------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ def test_f23_full_disk_goes_back_to_the_record_boundary_and_still_reads_and_trim
                 lambda: admin.trim(server.address, JOB, begin, TIMEOUT_S) == begin, "nobody reads the steps"
             )
             eventually(lambda: server.inventory().next_sequence > begin, "the writer goes on")
-        eventually(lambda: writer.delivery.trouble() is None, "the writer hears that all is taken")
+        eventually(lambda: writer.sending.trouble() is None, "the writer hears that all is taken")
         writer.flush(TIMEOUT_S)
         writer.close()
         eventually(server.serving, "it serves again")
@@ -112,7 +112,7 @@ def test_f23_full_disk_goes_back_to_the_record_boundary_and_still_reads_and_trim
         after = server.inventory()
         assert not after.corrupt, after.reason
         assert after.next_sequence == count
-        server.check(after.first_step if after.first_step is not None else count, count)
+        server.check(after.first_step if after.has_records else count, count)
 
 
 def test_f23_disk_that_fills_up_in_the_middle_of_a_record(faulty: Server, faults: Faults) -> None:
@@ -133,7 +133,7 @@ def test_f23_disk_that_fills_up_in_the_middle_of_a_record(faulty: Server, faults
         assert cursor.get(key(0), TIMEOUT_S, lambda: False).body == body_of(0)
         cursor.close()
     full.clear()
-    eventually(lambda: not writer.delivery.links[faulty.address].pending, "the writer goes on by itself")
+    eventually(lambda: not writer.sending.links[faulty.address].core.pending, "the writer goes on by itself")
     writer.close()
     eventually(faulty.serving, "it serves again")
     faulty.check(0, 2)
@@ -182,7 +182,7 @@ def test_f25_killed_between_write_and_sync_loses_nothing_acked(faulty: Server, f
         put(writer, step)
     faulty.wait_stopped()  # written, not synced
     # Nothing of it is acknowledged.
-    eventually(lambda: writer.delivery.links[faulty.address].pending == 4, "all are on their way")
+    eventually(lambda: writer.sending.links[faulty.address].core.pending == 4, "all are on their way")
     faulty.kill()
     at_sync.clear()
     faulty.start()

@@ -14,11 +14,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from swift_ft import rpc
+from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.errors import ServiceError
 from swift_ft.log import admin
 from swift_ft.log.protocol import client_options, server_options
-from swift_ft.rpc import CoordinatorClient
+from swift_ft.rpc.client import CoordinatorClient
 from tests.faults import shim
 from tests.faults.shim import Faults, eventually
 from tests.faults.world import TIMEOUT_S, Helper, Server, put, reading
@@ -100,13 +100,13 @@ cursor.get(RecordKey(0, 0, 0), 20.0, lambda: False)
 print(json.dumps("reading"), flush=True)
 sys.stdin.readline()
 begin = time.monotonic()
-link = writer.delivery.links[address]
-was = link.trouble
+link = writer.sending.links[address]
+was = link.core.trouble
 writer.append("s0.F", RecordKey(1, 0, 0), "uint8", (1,), b"y")
 found = {}
 while len(found) < 2 and time.monotonic() - begin < 60:
-    if "writer" not in found and link.trouble != was:
-        found["writer"] = [time.monotonic() - begin, link.trouble]
+    if "writer" not in found and link.core.trouble != was:
+        found["writer"] = [time.monotonic() - begin, link.core.trouble]
     if "reader" not in found and cursor._trouble:
         found["reader"] = [time.monotonic() - begin, cursor._trouble]
     time.sleep(0.01)
@@ -186,8 +186,8 @@ def test_f30_stopped_server_is_given_up_and_taken_again(
         assert server.process is not None
         server.process.send_signal(signal.SIGSTOP)
         put(writer, 1)
-        link = writer.delivery.links[server.address]
-        eventually(lambda: "timeout" in link.trouble, "a ping has no answer: the call is given up")
+        link = writer.sending.links[server.address]
+        eventually(lambda: "timeout" in link.core.trouble, "a ping has no answer: the call is given up")
         with pytest.raises(ServiceError, match="has not acknowledged everything"):
             writer.flush(0.1)
         server.process.send_signal(signal.SIGCONT)
@@ -226,7 +226,7 @@ def test_f31_wall_clock_jump_changes_nothing_at_the_coordinator(
 ) -> None:
     members = [FakeMember(forging.address, "a", rank, 3).start() for rank in range(3)]
     try:
-        members[0].watcher.wait_for(lambda view: view.state == rpc.RUNNING, TIMEOUT_S)
+        members[0].watcher.wait_for(lambda view: view.state == pb.RUNNING, TIMEOUT_S)
         faults.set_clock_offset(jump_s)
         sees_the_jump(forging.address, jump_s)
         with CoordinatorClient(forging.address, "a") as client:
@@ -365,7 +365,7 @@ class Trio:
     def until_generation(self, generation: int) -> str:
         """RUNNING in it; why it came."""
         view = self.members[0].watcher.wait_for(
-            lambda view: view.generation == generation and view.state == rpc.RUNNING, TIMEOUT_S
+            lambda view: view.generation == generation and view.state == pb.RUNNING, TIMEOUT_S
         )
         return str(view.reason)
 

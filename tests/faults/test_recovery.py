@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
-from swift_ft import events, rpc
+from swift_ft import events
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft._pb import log_pb2
 from swift_ft.errors import RecordTrimmed, ServiceError
@@ -20,6 +20,7 @@ from swift_ft.lab.drill.cluster import LOG_SERVER
 from swift_ft.log import admin
 from swift_ft.log.protocol import code_of, message_of, reason_of
 from swift_ft.log.reader import never
+from swift_ft.rpc.client import CoordinatorClient
 from tests.faults.shim import eventually
 from tests.faults.world import TIMEOUT_S, Server, body_of, fill, key, reading
 from tests.integration.coordinator_world import Coordinator, Job, finish, recovered
@@ -99,7 +100,7 @@ def test_f34_coordinator_killed_at_rest_goes_on(
         if after == "PLANNING":
             members[2].kill()
             members[2].report_exit()
-            job.wait(members[0], lambda view: view.state == rpc.PLANNING)
+            job.wait(members[0], lambda view: view.state == pb.PLANNING)
             # The survivors have reported, and do not say it again.
             eventually(lambda: len(reported(tmp_path)) == 2, "two reports")
         coordinator.kill()
@@ -134,9 +135,9 @@ def test_f35_coordinator_whose_term_is_over_ends_at_its_first_decision(job: Job,
     second = Coordinator(first.directory).start()
     try:
         # The second one decides: its members report to it.
-        with rpc.CoordinatorClient(second.address, "a") as client:
+        with CoordinatorClient(second.address, "a") as client:
             view = client.status().view
-            assert (view.state, view.generation) == (rpc.RUNNING, 1)
+            assert (view.state, view.generation) == (pb.RUNNING, 1)
             holder = members[1].member
             client.call(pb.ExitRequest(rank=1, pid=holder.pid, exit_code=-9, incarnation=holder.incarnation))
             assert client.status().view.generation == 2
@@ -177,10 +178,10 @@ def test_f35_coordinator_that_is_behind_the_log_servers_does_not_act(job: Job, t
         job.wait(members[0], recovered(2))
         job.coordinator(*log_servers)
         late = job.member(0, JOB)
-        view = job.wait(late, lambda view: view.state == rpc.FAILED)
+        view = job.wait(late, lambda view: view.state == pb.FAILED)
         assert f"is ahead of this coordinator for job {JOB}" in view.reason
         assert log.stub.Inventory(log_pb2.InventoryRequest(job=JOB)).generation == 2
-        assert members[0].client.status().view.state == rpc.RUNNING
+        assert members[0].client.status().view.state == pb.RUNNING
         finish(job, members)
 
 
@@ -192,13 +193,13 @@ def test_f36_second_death_during_a_recovery_supersedes_its_plan_by_a_higher_gene
     members = job.form()
     members[0].kill()
     members[0].report_exit()
-    job.wait(members[1], lambda view: view.state == rpc.PLANNING)
+    job.wait(members[1], lambda view: view.state == pb.PLANNING)
     members[2].kill()
     members[2].report_exit()
     job.wait(members[1], lambda view: view.generation == 3)
     members[0], members[2] = job.member(0), job.member(2)
     view = job.wait(members[1], recovered(3))
-    assert [r.strategy for r in view.plan.ranks] == [rpc.REPLAY, rpc.KEEP, rpc.REPLAY]
+    assert [r.strategy for r in view.plan.ranks] == [pb.REPLAY, pb.KEEP, pb.REPLAY]
     finish(job, members)
 
 

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-FAULTS = range(1, 46)
+FAULTS = range(1, 47)
 
 ROW = re.compile(r"\| (\d+) \|.*\| ([^|]*) \|")
 SECTION = re.compile(r"\| \| \*\*.*\*\* \| \| `(\w+\.py)` \|")

@@ -18,7 +18,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from swift_ft import events
-from swift_ft._pb import log_pb2_grpc
+from swift_ft._pb import log_pb2, log_pb2_grpc
 from swift_ft.log import admin
 from swift_ft.log.protocol import SERVICE, open_channel
 from swift_ft.log.reader import LogReader
@@ -81,7 +81,7 @@ class Server(LogServer):
     def said(self, event: str) -> list[dict[str, Any]]:
         return [found for found in events.read(self.events) if found["event"] == event]
 
-    def inventory(self, stream: str = STREAM) -> admin.StreamInventory:
+    def inventory(self, stream: str = STREAM) -> log_pb2.StreamInventory:
         found = admin.inventory(self.address, JOB, TIMEOUT_S)
         (one,) = [inventory for inventory in found if inventory.stream == stream]
         return one
@@ -90,12 +90,6 @@ class Server(LogServer):
         """Until it has stopped itself (SIGSTOP)."""
         stat = Path(f"/proc/{self.pid}/stat")
         eventually(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "the server stops")
-
-    def wait_killed(self) -> None:
-        """Until it has died of SIGKILL."""
-        assert self.process is not None
-        assert self.process.wait(TIMEOUT_S) == -9
-        self.process.communicate()
 
     def peak_memory_bytes(self) -> int:
         return memory_bytes(self.pid, "VmHWM")

@@ -308,43 +308,11 @@ def judge(config: HostileConfig, seen: Seen) -> dict[str, Any]:
         "quiet_halves_ratio": halves,
         "memory_rule": config.memory.words(),
         "memory": asdict(memory),
-        "memory_series": [(round(sample.at_s, 1), sample.bytes) for sample in seen.memory],
         "attacks": seen.attacks,
         "stop_s": seen.stop_s,
         "records": len(quiet) + len(seen.hostile_s),
         "lost": seen.lost,
     }
-
-
-def table(result: dict[str, Any]) -> str:
-    """The result as text: times to acknowledgement, memory, the end under attack, and a line for each attack."""
-    tokens = "the attackers have a token of another job" if result["tokens"] else "without tokens"
-    lines = [
-        f"{result['machine']}; {result['seconds']:.0f} s, fsync {result['fsync']}, {tokens}; "
-        f"a round of each kind every {result['pause_s']:g} s",
-        "",
-        f"{'time to acknowledgement':<26}{'appends':>8}{'median ms':>11}{'p99 ms':>9}{'worst ms':>10}",
-    ]
-    for name, appends in result["appends"].items():
-        lines.append(
-            f"{name:<26}{appends['count']:8d}{appends['median_ms']:11.2f}{appends['p99_ms']:9.2f}{appends['worst_ms']:10.1f}"
-        )
-    ratio, memory = result["ratio"], result["memory"]
-    lines += [
-        f"{'hostile over quiet':<26}{'':8}{ratio['median_ms']:11.2f}{ratio['p99_ms']:9.2f}",
-        "",
-        f"memory: median {memory['median_bytes'] / (1 << 20):.0f} MiB, {memory['percent_per_minute']:+.2f} % a minute, "
-        f"{memory['thirds_percent']:+.1f} % from first to last third",
-        result["memory_rule"],
-        f"SIGTERM under attack: {result['stop_s']:.1f} s; "
-        f"{result['records']} records, all read again, {result['lost']} lost",
-        "",
-        f"{'attack':<28}{'rounds':>7}  answers",
-    ]
-    for name, did in result["attacks"].items():
-        answers = ", ".join(f"{code} {count}" for code, count in sorted(did["answers"].items()))
-        lines.append(f"{name.replace('_', ' '):<28}{did['rounds']:7d}  {answers}")
-    return "\n".join([*lines, "", f"{result['verdict']}: {result['reason']}"])
 
 
 def make_parser() -> Parser:
@@ -400,7 +368,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         raise ServiceError(f"FAIL: the serving job got no answer: {error}") from error
     result = {"machine": on, **judge(config, seen)}
-    print(table(result))
+    print(json.dumps(result, indent=1))
     output.write_json(arguments.json, result)
     return EXIT_CODES[result["verdict"]]
 

@@ -26,9 +26,8 @@ import grpc
 
 from swift_ft._pb import log_pb2
 from swift_ft.credentials import AUTHORIZATION, BEARER
-from swift_ft.log.frame import CODEC_NONE, FrameHeader, checksum, encode_header
 from swift_ft.log.protocol import MESSAGE_BYTES_MAX, SERVICE, code_of
-from swift_ft.log.record import RecordKey, digest_of, stream_tag
+from tests.unit.log.frames import frame_of
 
 # A client of gRPC that no library would be: it opens calls with a window of 0, sends half a request, reads nothing.
 #
@@ -278,22 +277,10 @@ def opening(stream: str, acked: int = 0) -> bytes:
 
 def records(stream: str, begin: int, count: int, step: int | None = None, body: bytes = b"x") -> bytes:
     """A message with so many of them."""
-    frames = []
-    for sequence in range(begin, begin + count):
-        header = FrameHeader(
-            stream_tag=stream_tag(JOB, stream),
-            sequence=sequence,
-            generation=1,
-            key=RecordKey(sequence if step is None else step, 0, 0),
-            dtype="uint8",
-            shape=(len(body),),
-            codec=CODEC_NONE,
-            raw_bytes=len(body),
-            stored_bytes=len(body),
-            body_crc=checksum(body),
-            digest=digest_of("uint8", (len(body),), body),
-        )
-        frames.append(encode_header(header) + body)
+    frames = [
+        frame_of(sequence, job=JOB, stream=stream, step=step, body=body)[1]
+        for sequence in range(begin, begin + count)
+    ]
     return log_pb2.AppendRequest(frames=b"".join(frames)).SerializeToString()
 
 

@@ -42,7 +42,7 @@ def test_a_hostile_client_takes_nothing_from_another_job(
     assert (result["lost"], seen.stop_code) == (0, 0)
     assert all(did["rounds"] for did in result["attacks"].values())
     # A machine that does other things as well has a long tail: half of all appends are what is looked at here.
-    assert result["ratio"]["median_ms"] < attack.RATIO_MAX, attack.table({"machine": "", **result})
+    assert result["ratio"]["median_ms"] < attack.RATIO_MAX, result
 
 
 @pytest.mark.matrix

@@ -10,7 +10,6 @@ from swift_ft.log.protocol import CALLS_PER_CONNECTION, PINGS_TOO_SOON_MAX
 from swift_ft.log.reader import LogReader, never
 from swift_ft.log.record import RecordKey
 from swift_ft.tokens import LOG
-from swift_ft_services.logserver.state import EngineConfig
 from tests.health_probe import check_service
 from tests.hostile.clients import Connection
 from tests.hostile.world import BOUND_S, Neighbour, Server, opening
@@ -51,7 +50,7 @@ def test_who_floods_with_pings_loses_his_connection_and_who_pings_now_and_then_d
 def test_a_reader_follows_more_streams_than_a_connection_has_calls(tmp_path: Path) -> None:
     """Each is a call for as long as it is followed. More of them come and go than there are at once."""
     streams = [f"s{number}.F" for number in range(2 * CALLS_PER_CONNECTION + 3)]
-    with Server(tmp_path / "log", EngineConfig(job_readers_max=len(streams))) as server:
+    with Server(tmp_path / "log") as server:
         admin.fence(server.address, JOB, 1, BOUND_S)
         writer = LogWriter([server.address], JOB, 1, patience_s=BOUND_S)
         for number, stream in enumerate(streams):

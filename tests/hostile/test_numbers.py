@@ -13,7 +13,7 @@ from google.protobuf.message_factory import GetMessageClass
 from swift_ft._pb import log_pb2
 from swift_ft.log import admin
 from swift_ft.log.protocol import Reason, code_of
-from swift_ft_services.logserver.core import HOLES_MAX, NUMBER_MAX, LogCore, Refusal
+from swift_ft_services.logserver.core import HOLES_MAX, NUMBER_MAX, LogCore, Refused
 from tests.descriptors import is_repeated
 from tests.hostile.world import BOUND_S, STREAM, Neighbour, Server, frame, message, opening
 from tests.unit.log.frames import JOB, frame_of
@@ -80,16 +80,15 @@ def test_claims_that_follow_each_other_are_one_gap_and_gaps_are_bounded(tmp_path
 def test_gaps_that_writers_claim_are_bounded() -> None:
     core = LogCore()
     core.fence(JOB, 1)
-    for at in range(HOLES_MAX + 1):
+    for at in range(HOLES_MAX):
         stream = core.open(JOB, STREAM, 1, 2 * at + 1)
-        if isinstance(stream, Refusal):
-            break
         core.append(stream, 1, frame_of(2 * at + 1)[0])
         core.made_durable(stream, 2 * at + 2)
-    assert isinstance(stream, Refusal)
-    assert (at, stream.reason) == (HOLES_MAX, Reason.LIMIT)
+    with pytest.raises(Refused) as refused:
+        core.open(JOB, STREAM, 1, 2 * HOLES_MAX + 1)
+    assert refused.value.refusal.reason == Reason.LIMIT
     core.reset(core.job(JOB))
-    assert not isinstance(core.open(JOB, STREAM, 1, 1 << 20), Refusal)
+    core.open(JOB, STREAM, 1, 1 << 20)
 
 
 class Answered(AbstractContextManager[None]):

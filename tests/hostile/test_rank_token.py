@@ -12,7 +12,7 @@ import pytest
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft._pb import coordinator_pb2_grpc as pb_grpc
 from swift_ft.log.protocol import code_of, message_of, reason_of
-from swift_ft.rpc import make_member
+from swift_ft.rpc.client import make_member
 from tests.hostile.world import BOUND_S
 from tests.integration.coordinator_world import Coordinator
 
@@ -120,6 +120,7 @@ def test_calls_that_wait_for_many_keys_hold_little(rank: Rank) -> None:
 
 def test_a_rank_that_claims_stages_beyond_number_holds_nobody_up(rank: Rank) -> None:
     ready = pb.ReadyRequest(**rank.me, generation=1, stages=[0], num_stages=(1 << 31) - 1)
-    rank.stub.Ready(ready, timeout=BOUND_S)
+    with pytest.raises(grpc.RpcError, match="at most 65536"):
+        rank.stub.Ready(ready, timeout=BOUND_S)
     assert rank.other_waits_s() < 1.0
     assert rank.grown() < GROWTH_MAX

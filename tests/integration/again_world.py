@@ -24,6 +24,7 @@ class Again(ForkedCluster):
         super().__init__(
             directory, ranks=ranks, spares=1, trainer_arguments=[], digests_every=True, settings=settings
         )
+        self.checkpoints: str | Path = directory / "checkpoints"
         self.kill_when: Callable[[], bool] = lambda: False
         """Kills the launcher, and so its ranks, once this is true; once."""
         self.said = ""
@@ -46,7 +47,7 @@ class Again(ForkedCluster):
         """The exit code of one `swift-ft run`."""
         words = ["swift_ft.launch", "--nproc-per-node", str(self._ranks), "--spares", str(self._spares)]
         words += ["--coordinator", self._addresses[COORDINATOR], "--job", job, *flags]
-        words += ["--checkpoint-dir", str(self.directory / "checkpoints")]
+        words += ["--checkpoint-dir", str(self.checkpoints)]
         output = self.directory / "output" / f"{LAUNCHER}.txt"
         output.unlink(missing_ok=True)
         self._spawn(LAUNCHER, [*words, str(TRAINERS / trainer), *map(str, arguments)])

@@ -64,20 +64,6 @@ def numbers(communicator: Communicator) -> Seen:
 # --- after ULFM's own tests (ICLDisco/ulfm-testing, api/) ---
 
 
-def err_returns(communicator: Communicator, seen: Seen) -> None:
-    """The last one dies. A barrier of all fails at each survivor, now and later; a group of survivors is in use."""
-    last = communicator.size - 1
-    survivors = None if communicator.rank == last else communicator.group(range(last))
-    together(communicator)
-    if communicator.rank == last:
-        die()
-    seen["first"] = fails(dist.barrier)
-    seen["survivors"] = total(communicator, survivors)
-    time.sleep(0.5)
-    seen["later"] = fails(dist.barrier)
-    seen["survivors_later"] = total(communicator, survivors)
-
-
 def err_any(communicator: Communicator, seen: Seen) -> None:
     """Rank 0 takes messages of all others, of whom some die before they have sent all: those that live are heard."""
     rank, size = communicator.rank, communicator.size
@@ -103,17 +89,6 @@ def err_any(communicator: Communicator, seen: Seen) -> None:
     until_lost(communicator, len(lost))
     seen |= {"heard": heard, "lost": lost, "acknowledged": [f.rank for f in communicator.acknowledge()]}
     _agreed(communicator)
-
-
-def err_insulation(communicator: Communicator, seen: Seen) -> None:
-    """Two halves. The last one dies: only its half sees an error."""
-    rank, half = communicator.rank, communicator.size // 2
-    group = communicator.group(range(half) if rank < half else range(half, communicator.size))
-    together(communicator)
-    if rank == communicator.size - 1:
-        die()
-    until_lost(communicator)
-    seen["failed"] = fails(lambda: [dist.barrier(group=group) for _ in range(20)])
 
 
 def getack(communicator: Communicator, seen: Seen) -> None:
@@ -159,27 +134,6 @@ def revoke(communicator: Communicator, seen: Seen) -> None:
         seen.setdefault("other", []).append(total(communicator))
         seen.setdefault("error", []).append(communicator.revoked)
         communicator.shrink()  # groups end with their generation
-
-
-def revshrink(communicator: Communicator, seen: Seen) -> None:
-    """Rank 0 revokes while the others have messages under way and wait in a barrier. 100 times."""
-    size, rank, first = communicator.size, communicator.rank, communicator.generation
-    for _ in range(100):
-        if communicator.rank == 0:
-            communicator.revoke()
-        else:
-            mine, theirs = torch.zeros(1 << 18), torch.zeros(1 << 18)
-            work: list[Any] = []
-            # They may be refused at once, or arrive: the barrier is what must fail.
-            fails(lambda work=work, mine=mine: work.append(dist.isend(mine, (rank + 1) % size)))
-            fails(lambda work=work, theirs=theirs: work.append(dist.irecv(theirs, (rank - 1) % size)))
-            assert fails(dist.barrier)
-            for one in work:
-                fails(one.wait)
-        communicator.shrink()
-        assert total(communicator) == (1 << size) - 1
-        communicator.agree()  # all have their sum, before the next revoke
-    seen |= {"generations": communicator.generation - first, **numbers(communicator)}
 
 
 def revshrinkkill(communicator: Communicator, seen: Seen) -> None:
@@ -249,18 +203,10 @@ def _reload(communicator: Communicator, state: torch.Tensor, copy: torch.Tensor,
 # --- after torch's test/distributed/test_c10d_fault_tolerance.py ---
 
 
-def shrink_last(communicator: Communicator, seen: Seen) -> None:
-    _shrink_without(communicator, seen, communicator.size - 1)
-
-
 def shrink_middle(communicator: Communicator, seen: Seen) -> None:
-    _shrink_without(communicator, seen, communicator.size // 2)
-
-
-def _shrink_without(communicator: Communicator, seen: Seen, excluded: int) -> None:
-    """It leaves; the others renumber, and reduce, broadcast and pass a ring of messages."""
+    """The one in the middle leaves; the others renumber, and reduce, broadcast and pass a ring of messages."""
     together(communicator)
-    if communicator.rank == excluded:
+    if communicator.rank == communicator.size // 2:
         return
     until_lost(communicator)
     communicator.shrink()
@@ -278,34 +224,6 @@ def _shrink_without(communicator: Communicator, seen: Seen, excluded: int) -> No
     seen["ring"] = other.item()
 
 
-def identity(communicator: Communicator, seen: Seen) -> None:
-    """A shrink without a loss: the same members, in another generation."""
-    before = total(communicator)
-    communicator.shrink()
-    seen |= {"before": before, "total": total(communicator), **numbers(communicator)}
-    seen["revoked"] = communicator.revoked  # to ask must not change the answer, nor break what comes after it
-    seen["after"] = total(communicator, communicator.group(range(communicator.size)))
-
-
-def down_and_up(communicator: Communicator, seen: Seen) -> None:
-    """Down to one, and up to all again: two die, and their replacements are let in."""
-    if communicator.generation == 1:
-        together(communicator)
-        if communicator.rank:
-            die()
-        until_lost(communicator, communicator.size - 1)
-        communicator.shrink()
-        seen["alone"] = [total(communicator), communicator.size]
-        while communicator.size < 3:
-            communicator.grow()
-            time.sleep(0.01)
-    else:
-        while communicator.size < 3:
-            communicator.grow()
-            time.sleep(0.01)
-    seen |= {"total": total(communicator), **numbers(communicator)}
-
-
 def late_join(communicator: Communicator, seen: Seen) -> None:
     """One is lost and comes again after the others have worked on; they let it in between two steps."""
     steps, worked = 0, Path(os.environ["MAY_JOIN"])
@@ -319,25 +237,6 @@ def late_join(communicator: Communicator, seen: Seen) -> None:
             steps += 1
             worked.touch()
     seen |= {"steps": steps, "total": total(communicator), **numbers(communicator)}
-
-
-def split_and_merge(communicator: Communicator, seen: Seen) -> None:
-    """Two groups side by side, and all together again, with the same numbers."""
-    half = communicator.size // 2
-    mine = range(half) if communicator.rank < half else range(half, communicator.size)
-    seen["half"] = total(communicator, communicator.group(mine))
-    seen["all"] = total(communicator)
-    communicator.shrink()
-    seen["merged"] = total(communicator)
-
-
-def after_abort(communicator: Communicator, seen: Seen) -> None:
-    """All have revoked, and nothing works; another generation does."""
-    together(communicator)  # nobody is in an operation of the scenario before
-    communicator.revoke("one of several")
-    seen["failed"] = fails(dist.barrier)
-    communicator.shrink()
-    seen["total"] = total(communicator)
 
 
 def used_group(communicator: Communicator, seen: Seen) -> None:

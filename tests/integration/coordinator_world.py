@@ -2,77 +2,22 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from swift_ft import rpc
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.errors import Fenced, ServiceError
-from swift_ft.rpc import CoordinatorClient, View, make_member
-from tests.integration.logserver_world import EVENT, free_port
+from swift_ft.rpc.client import CoordinatorClient, make_member
+from tests.integration.logserver_world import Service
 
-REPOSITORY = Path(__file__).parents[2]
 CONFIG = {"seed": "7"}
 FINGERPRINT = {"torch": "2.13.0"}
 RANKS = 3
 
 
-class Coordinator:
-    """`python -m swift_ft_services.coordinator` on one port, so that it can be restarted there."""
-
-    def __init__(self, directory: Path, *flags: str, port: int | None = None) -> None:
-        self.directory = directory
-        self.flags = flags
-        self.port = port or free_port()
-        self.address = f"127.0.0.1:{self.port}"
-        self.prefix: Sequence[str] = ()
-        """Words that come before the program: where it runs."""
-        self.process: subprocess.Popen[str] | None = None
-
-    def start(self, *flags: str) -> "Coordinator":
-        address_file = self.directory.with_suffix(".address")
-        address_file.unlink(missing_ok=True)
-        command = [
-            *self.prefix,
-            sys.executable,
-            "-m",
-            "swift_ft_services.coordinator",
-            "--directory",
-            str(self.directory),
-        ]
-        command += ["--listen", self.address, "--address-file", str(address_file)]
-        self.process = subprocess.Popen(
-            [*command, *self.flags, *flags], cwd=REPOSITORY, stderr=subprocess.PIPE, text=True
-        )
-        deadline = time.monotonic() + 20
-        while not address_file.exists():
-            assert self.process.poll() is None, self.process.communicate()[1]
-            assert time.monotonic() < deadline, "the coordinator does not serve"
-            time.sleep(0.01)
-        return self
-
-    def wait_killed(self) -> None:
-        assert self.process is not None
-        assert self.process.wait(timeout=20) == -signal.SIGKILL
-        self.process.communicate()
-
-    def kill(self) -> None:
-        assert self.process is not None
-        self.process.kill()
-        self.wait_killed()
-
-    def stop(self) -> int:
-        """SIGTERM; gives the exit code. Nothing may have been said on stderr but events of level WARNING."""
-        assert self.process is not None
-        if self.process.poll() is None:
-            self.process.terminate()
-        stderr = self.process.communicate(timeout=20)[1]
-        assert all(EVENT.match(line) for line in stderr.splitlines()), stderr
-        return self.process.returncode
+class Coordinator(Service):
+    module = "swift_ft_services.coordinator"
 
 
 class FakeMember:
@@ -91,7 +36,7 @@ class FakeMember:
         steps: int = 1_000_000,
         stages: Sequence[int] = (),
         num_stages: int = 0,
-        refuses: Callable[[View], str] = lambda view: "",
+        refuses: Callable[[pb.View], str] = lambda view: "",
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -104,7 +49,7 @@ class FakeMember:
         self.silent = threading.Event()
         """While set, it does not renew its lease."""
         self.fenced = False
-        self.ended: View | None = None
+        self.ended: pb.View | None = None
         self.error: BaseException | None = None
         self.member = make_member(rank)
         self.member.pid = os.getpid() * 1000 + rank
@@ -173,10 +118,10 @@ class FakeMember:
             now = (view.generation, view.state) if view is not None else (0, 0)
             if view is None:
                 self._changed.wait(1)
-            elif view.state in (rpc.FINISHED, rpc.FAILED):
+            elif view.state in (pb.FINISHED, pb.FAILED):
                 self.ended = view
                 return
-            elif view.state == rpc.RUNNING:
+            elif view.state == pb.RUNNING:
                 self._train(view)
             elif now in said:
                 self._changed.wait(1)
@@ -184,7 +129,7 @@ class FakeMember:
                 said.add(now)
                 self._act(view)
 
-    def _train(self, view: View) -> None:
+    def _train(self, view: pb.View) -> None:
         if self.version is None:
             raise AssertionError("RUNNING without a state")
         self.versions_at_running.setdefault(view.generation, self.version)
@@ -200,17 +145,17 @@ class FakeMember:
             generation=generation, version=version, stages=self.stages, num_stages=self.num_stages
         )
 
-    def _act(self, view: View) -> None:
-        if view.state == rpc.FORMING:
+    def _act(self, view: pb.View) -> None:
+        if view.state == pb.FORMING:
             self.version = 0
             self.client.call(pb.CheckpointRequest())
             self.client.call(self.ready(view.generation, 0))
-        elif view.state == rpc.PLANNING:
+        elif view.state == pb.PLANNING:
             has_state = self.version is not None
             self.client.call(
                 pb.ReportRequest(generation=view.generation, has_state=has_state, version=self.version)
             )
-        elif view.state == rpc.RECOVERING:
+        elif view.state == pb.RECOVERING:
             reason = self.refuses(view)
             if reason:
                 self.client.call(pb.RefuseRequest(generation=view.generation, reason=reason))
@@ -240,10 +185,10 @@ class Job:
 
     def form(self, job: str = "a", **named: object) -> list[FakeMember]:
         members = [self.member(rank, job, **named) for rank in range(RANKS)]
-        self.wait(members[0], lambda view: view.state == rpc.RUNNING)
+        self.wait(members[0], lambda view: view.state == pb.RUNNING)
         return members
 
-    def wait(self, member: FakeMember, predicate: Callable[[View], bool]) -> View:
+    def wait(self, member: FakeMember, predicate: Callable[[pb.View], bool]) -> pb.View:
         """Watched by `member`, which must live."""
         return member.watcher.wait_for(predicate, 20)
 
@@ -256,8 +201,8 @@ class Job:
         assert not errors, errors
 
 
-def recovered(generation: int) -> Callable[[View], bool]:
-    return lambda view: view.state == rpc.RUNNING and view.generation == generation
+def recovered(generation: int) -> Callable[[pb.View], bool]:
+    return lambda view: view.state == pb.RUNNING and view.generation == generation
 
 
 def finish(job: Job, members: list[FakeMember]) -> None:
@@ -265,4 +210,4 @@ def finish(job: Job, members: list[FakeMember]) -> None:
     last = max(member.version or 0 for member in members) + 20
     for member in members:
         member.steps = last
-    job.wait(members[0], lambda view: view.state == rpc.FINISHED)
+    job.wait(members[0], lambda view: view.state == pb.FINISHED)

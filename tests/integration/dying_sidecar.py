@@ -1,6 +1,7 @@
 """A sidecar that kills itself at a named point: ``DIE_AT=assigned:3 DIE_ONCE=FILE``, the third time it comes there.
 
-Started in the place of `swift_ft.log.sidecar`. FILE grows by a byte before it dies.
+Started in the place of `swift_ft.log.sidecar`. FILE grows by a byte before it dies. With ``SENDS=1`` servers do not get
+its memory.
 ``DIE_AT=assigned:3,after-learn:1``: its successor dies as well, at the second point. There is nothing to die of once
 all points are used up.
 """
@@ -72,6 +73,8 @@ def move(memory: ring.Memory, *args: Any) -> dict[int, int]:
     return found
 
 
+if os.environ.get("SENDS"):
+    sender.hand_over = lambda *_: False
 original_move = ring.Memory.assign
 ring.Memory.assign = move  # type: ignore[method-assign]
 original_assign = ring.RingEntry.set_sequence
@@ -79,8 +82,9 @@ ring.RingEntry.set_sequence = assign  # type: ignore[method-assign]
 original_store = ring.Memory.store
 ring.Memory.store = store  # type: ignore[method-assign]
 around(ring.Memory, "set_acked", "before-acked", "after-acked")
-around(sender.Delivery, "_take", "before-take", "after-take")
-around(sender_core, "frames_message", "before-message", "after-message")
+around(ring_writer.RingWriter, "_send", "before-take", "after-take")
+around(sender_core, "_message", "before-message", "after-message")
+around(sender, "hand_over", "before-hand-over", "after-hand-over")
 around(sender.Link, "_on_reply", "before-reply", "after-reply")
 around(ring_writer.RingWriter, "_learn", "before-learn", "after-learn")
 around(ring_writer.RingWriter, "discard", "before-discard", "after-discard")

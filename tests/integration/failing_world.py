@@ -37,24 +37,16 @@ class FailingCluster(ForkedCluster):
         ranks: int = 2,
         flags: Sequence[str] = (),
         coordinator_flags: Sequence[str] = (),
-        tmpfs: tuple[str, Path] | None = None,
         **more: Any,
     ) -> None:
-        """`tmpfs`: (size, place) of a file system that the launcher and its ranks alone have."""
         self._coordinator_flags = coordinator_flags
-        self._tmpfs = tmpfs
         given = ["--failures", ";".join(failures), "--log-dir", str(directory / "out")]
-        if tmpfs is not None:
-            more["settings"] = {"PYTHONPATH": str(REPOSITORY)}
         more = {"spares": 1, "trainer_arguments": trainer(), "digests_every": True, **more}
         super().__init__(directory, ranks=ranks, launcher_flags=[*given, *flags], **more)
 
     def _spawn(self, name: str, arguments: Sequence[str]) -> None:
         if name == COORDINATOR:
             arguments = [*arguments, *self._coordinator_flags]
-        if name == LAUNCHER and self._tmpfs is not None:
-            size, place = self._tmpfs
-            arguments = ["tests.integration.on_tmpfs", size, str(place), "-m", *arguments]
         shared = self._env
         if name != LAUNCHER:  # as on a machine of their own: the launcher knows nothing of their events
             (self.directory / "services").mkdir(mode=0o700, exist_ok=True)

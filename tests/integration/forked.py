@@ -22,6 +22,8 @@ from swift_ft.launch.command import PRELOAD_DEFAULT
 from swift_ft.launch.worker import Program
 
 REPOSITORY = Path(__file__).parents[2]
+TRAINERS = Path(__file__).with_name("trainers")
+"""They import each other, as scripts that are started by their own path do."""
 
 
 class Forked:
@@ -54,7 +56,7 @@ class Forks:
     """A fork server, and what was forked from it. All of it in the main thread."""
 
     def __init__(self) -> None:
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(TRAINERS)}
         unfit: list[str] = []
         self._nursery = Nursery(env, str(REPOSITORY), PRELOAD_DEFAULT, on_unfit=unfit.append)
         self._nursery.prepare()

@@ -268,6 +268,9 @@ class Launch:
         self.process.communicate(timeout=20)
 
 
+Start = Callable[..., Launch]
+
+
 def assert_all_gone(processes: list[psutil.Process], timeout_s: float = 5.0) -> None:
     _, alive = psutil.wait_procs(processes, timeout=timeout_s)
     # What lost its parent belongs to init, which may take a while to reap it.

@@ -50,42 +50,42 @@ def run(directory: Path, *flags: str) -> subprocess.CompletedProcess[str]:
 EVENT = re.compile(r"WARNING [a-z_]+ [a-z_]+=")
 
 
-class LogServer:
-    """`start`, `kill`, `start` again. As a context manager it stops in the end."""
+class Service:
+    """A service in one directory and on one port, so that it can be started there again. `start`, `kill`, `start`."""
 
-    def __init__(self, directory: Path, *flags: str, file_bytes_max: int = 0) -> None:
+    module = "swift_ft_services.logserver"
+
+    def __init__(self, directory: Path, *flags: str) -> None:
         self.directory = directory
         self.flags = flags
-        self.file_bytes_max = file_bytes_max
-        self.events = directory.with_name(directory.name + "-events")
-        self.events.mkdir(exist_ok=True)
         self.address = f"127.0.0.1:{free_port()}"
         self.process: subprocess.Popen[str] | None = None
         self.prefix: Sequence[str] = ()
         """Words before the command, of a program that ends by executing it."""
         self.env: dict[str, str] = {}
+        self.events: Path | None = None
+        """Where it writes its own; None: where this process does."""
+        self.file_bytes_max = 0
         self.may_say = re.compile("(?!)")
 
-    def start(self) -> Self:
+    def start(self, *flags: str) -> Self:
         address_file = self.directory.with_suffix(".address")
         address_file.unlink(missing_ok=True)
+        command = [*self.prefix, sys.executable, "-m", self.module, "--directory", str(self.directory)]
+        command += ["--listen", self.address, "--address-file", str(address_file), *self.flags, *flags]
         self.process = subprocess.Popen(
-            [
-                *self.prefix,
-                *command(self.directory, "--listen", self.address, "--address-file", str(address_file)),
-                *self.flags,
-            ],
+            command,
             cwd=REPOSITORY,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "SWIFT_EVENTS": str(self.events), **self.env},
+            env={**os.environ, **({"SWIFT_EVENTS": str(self.events)} if self.events else {}), **self.env},
             preexec_fn=self._limit if self.file_bytes_max else None,  # noqa: PLW1509
         )
         deadline = time.monotonic() + TIMEOUT_S
         while not address_file.exists():
             assert self.process.poll() is None, self.process.communicate()[1]
-            assert time.monotonic() < deadline, "the log server does not serve"
+            assert time.monotonic() < deadline, "it does not serve"
             time.sleep(0.005)
         assert address_file.read_text() == f"{self.address}\n"
         return self
@@ -93,11 +93,15 @@ class LogServer:
     def _limit(self) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (self.file_bytes_max, self.file_bytes_max))
 
+    def wait_killed(self) -> None:
+        assert self.process is not None
+        assert self.process.wait(TIMEOUT_S) == -signal.SIGKILL
+        self.process.communicate()
+
     def kill(self) -> None:
         assert self.process is not None
         self.process.kill()
-        assert self.process.wait(TIMEOUT_S) == -signal.SIGKILL
-        self.process.communicate()
+        self.wait_killed()
 
     def stop(self) -> int:
         """SIGTERM; gives the exit code. Nothing may have been said on stderr but events of level WARNING, and what
@@ -110,6 +114,16 @@ class LogServer:
         unexpected = [line for line in lines if not self.may_say.match(line)]
         assert not unexpected, stderr
         return self.process.returncode
+
+
+class LogServer(Service):
+    """As a context manager it stops in the end."""
+
+    def __init__(self, directory: Path, *flags: str, file_bytes_max: int = 0) -> None:
+        super().__init__(directory, *flags)
+        self.file_bytes_max = file_bytes_max
+        self.events: Path = directory.with_name(directory.name + "-events")
+        self.events.mkdir(exist_ok=True)
 
     def fence(self, generation: int) -> None:
         admin.fence(self.address, JOB, generation, TIMEOUT_S)

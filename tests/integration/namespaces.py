@@ -35,13 +35,15 @@ def skip_where_impossible() -> None:
 class Network:
     """One namespace for each machine and one for the switch between them."""
 
-    def __init__(self, *machines: str, named: bool = False) -> None:
-        """`named`: each has its name for a host name, by which services tell machines apart."""
+    def __init__(self, *machines: str, named: bool = False, own: str = "") -> None:
+        """`named`: each has its name for a host name, by which services tell machines apart. `own`: the one of
+        `machines` that is the namespace of this process (`alone`)."""
         self._number = {name: number for number, name in enumerate(machines, start=1)}
         self._keepers: dict[str, subprocess.Popen[bytes]] = {}
         try:
             for name in ("switch", *machines):
-                self._keepers[name] = self._keep()
+                if name != own:
+                    self._keepers[name] = self._keep()
                 self.ip(name, "link", "set", "lo", "up")
             self.ip("switch", "link", "add", "b0", "type", "bridge")
             self.ip("switch", "link", "set", "b0", "up")
@@ -66,7 +68,7 @@ class Network:
         return keeper
 
     def _plug(self, name: str) -> None:
-        port, pid = self._port(name), str(self._keepers[name].pid)
+        port, pid = self._port(name), str(self._pid(name))
         self.ip("switch", "link", "add", port, "type", "veth", "peer", "name", "e0", "netns", pid)
         self.ip("switch", "link", "set", port, "master", "b0", "up")
         self.ip(name, "address", "add", f"{self.host(name)}/24", "dev", "e0")
@@ -76,6 +78,9 @@ class Network:
         named = ["sh", "-c", "echo $0 > /proc/sys/kernel/hostname", name]
         subprocess.run([*self.inside(name), *named], timeout=TIMEOUT_S, check=True)
 
+    def _pid(self, name: str) -> int:
+        return self._keepers[name].pid if name in self._keepers else os.getpid()
+
     def _port(self, name: str) -> str:
         return f"p{self._number[name]}"
 
@@ -84,7 +89,7 @@ class Network:
 
     def inside(self, name: str) -> Sequence[str]:
         """Words that let a command run on that machine."""
-        own = f"/proc/{self._keepers[name].pid}/ns"
+        own = f"/proc/{self._pid(name)}/ns"
         return ("nsenter", f"--net={own}/net", f"--uts={own}/uts")
 
     def ip(self, name: str, *words: str) -> None:
@@ -108,6 +113,10 @@ class Network:
             sender,
             *("neigh", "replace", self.host(receiver), "lladdr", NOBODY, "dev", "e0", "nud", "permanent"),
         )
+
+    def find(self, sender: str, receiver: str) -> None:
+        """Undoes `lose`."""
+        self.ip(sender, "neigh", "del", self.host(receiver), "dev", "e0")
 
     def close(self) -> None:
         """After the processes in it."""

@@ -10,7 +10,7 @@ from swift_ft.errors import SwiftError
 from swift_ft.log import admin
 from swift_ft.log.reader import LogReader, StreamCursor
 from swift_ft.log.record import RecordKey
-from swift_ft.rpc import CoordinatorClient
+from swift_ft.rpc.client import CoordinatorClient
 from tests.integration.coordinator_world import FakeMember
 from tests.log_client import LogWriter
 
@@ -51,14 +51,14 @@ class Agent:
         dead; and with which words. None: not in time."""
         assert self.writer is not None
         assert self.cursor is not None
-        (link,) = self.writer.delivery.links.values()
-        before = link.trouble
+        (link,) = self.writer.sending.links.values()
+        before = link.core.trouble
         begin = time.monotonic()
         self.writer.append("s9.F", RecordKey(0, 0, 0), "uint8", (1,), b"x")
         found: list[Any] = [None, None]
         while None in found and time.monotonic() - begin < timeout_s:
             for index, words in enumerate(
-                (link.trouble if link.trouble != before else "", self.cursor._trouble)
+                (link.core.trouble if link.core.trouble != before else "", self.cursor._trouble)
             ):
                 if words and found[index] is None:
                     found[index] = [time.monotonic() - begin, words]

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from swift_ft.comm.backend import Pending
 from swift_ft.comm.gloo import GlooBackend
 from swift_ft.comm.groups import ReconfigurableGroup
 from swift_ft.comm.process_groups import Interrupted, ProcessGroups
@@ -66,6 +67,20 @@ def digest_of(state: dict[str, Any]) -> str:
     return digest(tensors, json.dumps(rest))
 
 
+class DefaultGroup:
+    """A `Wire` over torch's default group."""
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Pending:
+        work = dist.isend(tensors[0], to, tag=tag)
+        assert work is not None
+        return work
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Pending:
+        work = dist.irecv(tensors[0], source, tag=tag)
+        assert work is not None
+        return work
+
+
 class Rank:
     def __init__(self, rank: int, world: int, place: Path, build: bool = True) -> None:
         self.rank, self.place = rank, place
@@ -99,10 +114,10 @@ class Rank:
             if self.rank == transfer.joiner:
                 mine = make_state(99)
                 into = split({"stages": mine["stages"]})[0] if into is None else into
-                received = receive_state(transfer, self.rank, into, check, **options)
+                received = receive_state(transfer, self.rank, into, check, wire=DefaultGroup(), **options)
                 self.say("received", digest=digest_of(received.state))
             elif self.rank in transfer.sources:
-                send_state(transfer, self.rank, make_state(1), check, **options)
+                send_state(transfer, self.rank, make_state(1), check, wire=DefaultGroup(), **options)
         except (RuntimeError, ReplicaDiffers, Interrupted) as error:
             kept = error
             self.say("failed", kind=type(kept).__name__, message=str(kept))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.integration.forked import ForkedCluster, shared
-from tests.integration.trainer_world import TRAINERS, Run, run_trainer
+from tests.integration.trainer_world import TRAINERS, Run, named, run_trainer
 
 STEPS, RANKS, LOST = 14, 3, 1
 
@@ -52,10 +52,6 @@ def reference(*lost: str) -> dict[str, str]:
         assert made.wait(120.0) == 0
         bits: dict[str, str] = json.loads(out.read_text())
         return bits
-
-
-def named(run: Run, event: str) -> list[dict[str, Any]]:
-    return [e for e in run["events"] if e["event"] == event]
 
 
 def pids(run: Run, rank: int) -> set[int]:

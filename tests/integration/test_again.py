@@ -43,14 +43,6 @@ def test_a_job_that_failed_goes_on_where_it_was(twin: list[dict[str, object]], t
         assert job.digests(STEPS) == twin
 
 
-@pytest.mark.matrix
-def test_a_job_that_has_finished_does_more_steps(twin: list[dict[str, object]], tmp_path: Path) -> None:
-    with Again(tmp_path) as job:
-        assert job.unlucky(8) == 0, job.said
-        assert job.unlucky(STEPS) == 0, job.said
-        assert job.digests(STEPS) == twin
-
-
 def test_a_rank_that_dies_behind_the_end_does_what_comes_behind_it_again(
     twin: list[dict[str, object]], tmp_path: Path
 ) -> None:
@@ -59,15 +51,6 @@ def test_a_rank_that_dies_behind_the_end_does_what_comes_behind_it_again(
         assert job.digests(STEPS) == twin
         for rank in range(2):
             assert (job.directory / f"saved{rank}").read_text().startswith(f"{STEPS} ")
-
-
-@pytest.mark.matrix
-def test_an_exit_at_the_same_step_ends_the_job_soon(tmp_path: Path) -> None:
-    with Again(tmp_path) as job:
-        mishap = {"rank": 1, "step": 7, "what": "exit", "times": 99}
-        assert job.unlucky(STEPS, mishap) == 7, job.said
-        assert len((job.directory / "mishap0").read_text()) <= 4
-        assert "exited with code 7" in job.said
 
 
 @pytest.mark.parametrize(("times", "code"), [(2, 0), pytest.param(4, 1, marks=pytest.mark.matrix)])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.integration.forked import Forks
-from tests.integration.trainer_world import Run, run_trainer, undisturbed
+from tests.integration.trainer_world import Run, check_same, run_trainer, undisturbed
 
 STEPS = 8
 Shape = tuple[int, int, int, int]
@@ -53,8 +53,7 @@ def survived(faulted: Run, twin: Run, ranks: int, victims: list[int]) -> list[di
     for rank in range(ranks):
         pids = {e["pid"] for e in trace if e["who"] == f"rank{rank}" and e["event"] in ("ready", "finished")}
         assert len(pids) == 1 + victims.count(rank), f"rank {rank}"
-    for name, digests in faulted["digests"].items():
-        assert digests == twin["digests"][name.split("-g")[0].removesuffix(".json") + ".json"], name
+    check_same(faulted, twin)
     assert {f"rank{rank}-v{STEPS}.json" for rank in range(ranks)} <= set(faulted["digests"])
     return [{e["rank"]: e["strategy"] for e in event["ranks"]} for event in trace if event["event"] == "plan"]
 

@@ -38,12 +38,11 @@ def run(
     members: int,
     *,
     restarts: int = 0,
-    exit_code: int = 0,
     **environment: str,
 ) -> tuple[Seen, str]:
     """What those have seen that came to the end, in the last scenario, by slot; and what was printed."""
     everything, printed = run_all(
-        coordinator, directory, [scenario], members, restarts=restarts, exit_code=exit_code, **environment
+        coordinator, directory, [scenario], members, restarts=restarts, **environment
     )
     return everything[scenario], printed
 
@@ -55,7 +54,6 @@ def run_all(
     members: int,
     *,
     restarts: int = 0,
-    exit_code: int = 0,
     **environment: str,
 ) -> tuple[dict[str, Seen], str]:
     """The same of each scenario, one after the other by the same processes."""
@@ -67,7 +65,7 @@ def run_all(
     launcher = shared().run("tests.integration.forked_launcher", words, environment, output, output)
     code = launcher.wait(110.0)
     printed = output.read_text()
-    assert code == exit_code, printed
+    assert code == 0, printed
     told = [json.loads(path.read_text()) for path in out.iterdir()]
     return {
         name: sorted((one[name] for one in told), key=lambda one: int(one["slot"])) for name in scenarios
@@ -78,7 +76,7 @@ def of(seen: Seen, key: str) -> list[Any]:
     return [one[key] for one in seen]
 
 
-CALM = ["unlike", "identity", "split_and_merge", "after_abort", "used_group", "revoke", "revshrink"]
+CALM = ["unlike", "used_group", "revoke"]
 
 
 @pytest.fixture(scope="module")
@@ -97,22 +95,6 @@ def test_revoke(calm: dict[str, Seen]) -> None:
         assert one["error"] == [""] * 10
 
 
-@pytest.mark.matrix
-def test_revshrink_100_times(calm: dict[str, Seen]) -> None:
-    assert of(calm["revshrink"], "generations") == [100] * 4
-    assert of(calm["revshrink"], "rank") == [0, 1, 2, 3]
-
-
-@pytest.mark.matrix
-def test_err_returns(coordinator: Coordinator, tmp_path: Path) -> None:
-    seen, printed = run(coordinator, tmp_path, "err_returns", 4)
-
-    assert of(seen, "slot") == [0, 1, 2]
-    assert of(seen, "first") == of(seen, "later") == [True] * 3
-    assert of(seen, "survivors") == of(seen, "survivors_later") == [7.0] * 3
-    assert "rank 3: killed by SIGKILL, and not replaced" in printed
-
-
 def test_err_any(coordinator: Coordinator, tmp_path: Path) -> None:
     seen, _ = run(coordinator, tmp_path, "err_any", 5)
 
@@ -120,13 +102,6 @@ def test_err_any(coordinator: Coordinator, tmp_path: Path) -> None:
     assert master["heard"] == [2, 4]
     assert master["lost"] == [1, 3]
     assert master["acknowledged"] == [1, 3]
-
-
-@pytest.mark.matrix
-def test_err_insulation(coordinator: Coordinator, tmp_path: Path) -> None:
-    seen, _ = run(coordinator, tmp_path, "err_insulation", 4)
-
-    assert of(seen, "failed") == [False, False, True]
 
 
 def test_getack(coordinator: Coordinator, tmp_path: Path) -> None:
@@ -162,58 +137,20 @@ def test_buddycr(coordinator: Coordinator, tmp_path: Path) -> None:
 # --- after torch's tests ---
 
 
-@pytest.mark.matrix
-def test_shrink_without_a_loss(calm: dict[str, Seen]) -> None:
-    seen = calm["identity"]
-
-    assert of(seen, "before") == of(seen, "total") == of(seen, "after") == [15.0] * 4
-    assert of(seen, "revoked") == [""] * 4
-    assert of(seen, "rank") == [0, 1, 2, 3]
-
-
-@pytest.mark.matrix
-def test_split_and_merge(calm: dict[str, Seen]) -> None:
-    seen = calm["split_and_merge"]
-
-    assert of(seen, "half") == [3.0, 3.0, 12.0, 12.0]
-    assert of(seen, "all") == of(seen, "merged") == [15.0] * 4
-
-
-@pytest.mark.matrix
-def test_after_a_revoke_by_all(calm: dict[str, Seen]) -> None:
-    assert of(calm["after_abort"], "failed") == [True] * 4
-    assert of(calm["after_abort"], "total") == [15.0] * 4
-
-
-@pytest.mark.matrix
 def test_a_group_of_an_older_generation_is_refused(calm: dict[str, Seen]) -> None:
     assert of(calm["used_group"], "failed") == [[True, True]] * 4
     assert of(calm["used_group"], "total") == [15.0] * 4
 
 
-@pytest.mark.parametrize(
-    ("scenario", "left"), [pytest.param("shrink_last", [0, 1], marks=MATRIX), ("shrink_middle", [0, 2])]
-)
-def test_shrink_without_one_that_has_left(
-    coordinator: Coordinator, tmp_path: Path, scenario: str, left: list[int]
-) -> None:
-    seen, _ = run(coordinator, tmp_path, scenario, 3)
+def test_shrink_without_one_that_has_left(coordinator: Coordinator, tmp_path: Path) -> None:
+    seen, _ = run(coordinator, tmp_path, "shrink_middle", 3)
 
     seen = [one for one in seen if "total" in one]
-    assert of(seen, "slots") == [left] * 2
+    assert of(seen, "slots") == [[0, 2]] * 2
     assert of(seen, "rank") == [0, 1]
-    assert of(seen, "total") == [float(sum(1 << slot for slot in left))] * 2
+    assert of(seen, "total") == [5.0] * 2
     assert of(seen, "broadcast") == [[42.0] * 4] * 2
     assert of(seen, "ring") == [1.0, 0.0]
-
-
-@MATRIX
-def test_down_to_one_and_up_again(coordinator: Coordinator, tmp_path: Path) -> None:
-    seen, _ = run(coordinator, tmp_path, "down_and_up", 3, restarts=4)
-
-    assert of(seen, "total") == [7.0] * 3
-    assert of(seen, "size") == [3] * 3
-    assert [one["alone"] for one in seen if "alone" in one] == [[1.0, 1]]
 
 
 def test_late_join(coordinator: Coordinator, tmp_path: Path) -> None:
@@ -316,7 +253,7 @@ def test_members_that_call_different_things_are_told_so(calm: dict[str, Seen]) -
 
 def test_without_a_launcher_it_says_what_to_do(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, str(MEMBERS), "identity", str(tmp_path)], capture_output=True, text=True, check=False
+        [sys.executable, str(MEMBERS), "revoke", str(tmp_path)], capture_output=True, text=True, check=False
     )
 
     assert "start the script with `swift-ft run --standalone --nproc-per-node N " in done.stderr

@@ -5,30 +5,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from swift_ft import rpc
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.errors import UnknownJob, UsageError
-from swift_ft.rpc import CoordinatorClient
-from tests.integration.coordinator_world import (
-    REPOSITORY,
-    Job,
-    finish,
-    recovered,
-)
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
-    job = Job(tmp_path)
-    yield job
-    job.close()
+from swift_ft.rpc.client import CoordinatorClient
+from tests.integration.coordinator_world import Job, finish, recovered
+from tests.integration.logserver_world import REPOSITORY
 
 
 def test_a_silent_member_is_fenced_and_a_zombie_is_told(job: Job) -> None:
@@ -67,8 +54,8 @@ def test_two_jobs_and_a_launcher_that_gives_up(job: Job) -> None:
     with CoordinatorClient(coordinator.address, "b") as launcher:
         launcher.call(pb.FailRequest(rank=-1, reason="no replacement left"))
         assert launcher.status().view.reason == "no replacement left"
-    job.wait(second[0], lambda view: view.state == rpc.FAILED)
-    assert job.wait(first[0], lambda view: True).state == rpc.RUNNING
+    job.wait(second[0], lambda view: view.state == pb.FAILED)
+    assert job.wait(first[0], lambda view: True).state == pb.RUNNING
     with CoordinatorClient(coordinator.address, "c") as client:
         with pytest.raises(UnknownJob, match="no rank has joined a job c here: swift-ft jobs lists"):
             client.status()
@@ -93,7 +80,7 @@ def test_status_shows_versions_leases_and_suspicions(job: Job) -> None:
             time.sleep(0.02)
     assert [rank.rank for rank in status.ranks] == [0, 1, 2]
     assert [(s.rank, s.reason) for s in status.suspicions] == [(2, "connection reset by rank 1")]
-    assert status.view.state == rpc.RUNNING  # shown, and nobody is fenced for it
+    assert status.view.state == pb.RUNNING  # shown, and nobody is fenced for it
 
 
 # --- the program ---
@@ -129,7 +116,7 @@ def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
         (["--directory", "{free}", "--log-servers", "a:1,a:1"], "the same address twice"),
         (["--directory", "{free}", "--heartbeat-s", "0"], "heartbeat of 0 s: choose"),
         (
-            ["--directory", "{free}", "--lease-s", "0.6"],
+            ["--directory", "{free}", "--heartbeat-s", "0.5", "--lease-s", "0.6"],
             "lease of 0.6 s is too short for a heartbeat every 0.5 s",
         ),
         (["--directory", "{free}", "--step-bound-s", "1"], "step bound of 1 s is too short"),

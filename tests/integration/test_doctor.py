@@ -1,9 +1,11 @@
 """`swift-ft doctor` on this machine, against real services."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ import pytest
 
 from swift_ft.errors import LogUnavailable
 from swift_ft.log.record import RecordKey
+from tests.fake_etcd import FakeEtcd
+from tests.health_probe import check_service
 from tests.integration.coordinator_world import Coordinator
 from tests.integration.logserver_world import REPOSITORY, LogServer, free_port
 from tests.log_client import LogWriter
@@ -46,7 +50,7 @@ def test_services_that_answer(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "report").read_text())
     failed = [finding for finding in report["findings"] if finding["status"] == "fail"]
     # Where the tests run may be any machine: only what is said of the services and of the directory is known.
-    of_machine = {"open files", "filesystem", "python", "torch", "grpcio", "protobuf"}
+    of_machine = {"open files", "filesystem"}
     assert [finding for finding in failed if finding["check"] not in of_machine] == []
     assert done.returncode == (3 if failed else 0)
     assert report["ok"] is not bool(failed)
@@ -58,6 +62,7 @@ def test_services_that_answer(tmp_path: Path) -> None:
     told = {finding["check"]: finding["found"] for finding in report["findings"]}
     assert told["directory"] == f"{server.directory}, a log server holds it"
     assert told[f"log server {server.address}"].startswith("SERVING, ")
+    assert told[f"log server {server.address} records"] == "are read in their writers' memory"
     lines = done.stdout.splitlines()
     assert len(lines) == len(report["findings"]) + 1
     assert all(line[:6] in ("ok    ", "warn  ", "fail  ") for line in lines[:-1])
@@ -73,7 +78,7 @@ def test_services_that_do_not_answer_or_cannot(tmp_path: Path) -> None:
             writer.flush(20)
         nobody = f"127.0.0.1:{free_port()}"
         done = doctor(
-            *("--server", server.address, "--server", nobody, "--listen", server.address),
+            *("--server", server.address, "--server", nobody),
             *("--timeout", "1", "--json", tmp_path / "report"),
         )
         writer.close(0.0)
@@ -81,27 +86,61 @@ def test_services_that_do_not_answer_or_cannot(tmp_path: Path) -> None:
     found = statuses(tmp_path / "report")
     assert found[f"log server {server.address}"] == "fail"
     assert found[f"log server {nobody}"] == "fail"
-    assert found["port"] == "fail"
     (line,) = [line for line in done.stdout.splitlines() if f"log server {nobody}" in line]
     assert "cannot be reached within 1 s: " in line
     assert "Connection refused" in line
     assert "NOT_SERVING" in done.stdout
 
 
+def test_of_several_coordinators_one_serves(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        etcd = stack.enter_context(FakeEtcd())
+        addresses = []
+        for name in "ab":
+            command = [sys.executable, "-m", "swift_ft_services.coordinator", "--listen", "127.0.0.1:0"]
+            command += ["--store", f"etcd://{etcd.address}", "--address-file", str(tmp_path / name)]
+            process = stack.enter_context(
+                subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL)
+            )
+            stack.callback(process.kill)
+            deadline = time.monotonic() + 20
+            while not (tmp_path / name).exists():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            addresses.append((tmp_path / name).read_text().strip())
+            while check_service(addresses[0]).status != "SERVING":
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        several = ",".join(addresses)
+        nobody = f"127.0.0.1:{free_port()}"
+        done = doctor("--coordinator", several, "--coordinator", addresses[1], "--json", tmp_path / "report")
+        lost = doctor("--coordinator", f"{nobody},{addresses[1]}", "--timeout", "1")
+    found = json.loads((tmp_path / "report").read_text())["findings"]
+    told = [
+        (one["found"][:7], one["status"]) for one in found if one["check"] == f"coordinator {addresses[1]}"
+    ]
+    assert told == [("NOT_SER", "ok"), ("NOT_SER", "fail")]
+    assert "it stands by, and another one serves" in done.stdout
+    assert "stands by" not in lost.stdout
+    assert f"fail  coordinator {nobody}" in lost.stdout
+
+
 def test_certificates_named_by_the_environment(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("no key")
+    (tmp_path / "key").chmod(0o600)
     done = doctor(SWIFT_TLS_KEY=str(tmp_path / "key"), SWIFT_TLS_CERT=str(tmp_path / "absent"))
     assert done.returncode == 3
-    assert "not a private key in PEM" in done.stdout
+    assert "fail  SWIFT_TLS_KEY" in done.stdout
     assert "No such file" in done.stdout
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["--coordinator", "127.0.0.1:1,nowhere"], "--coordinator 'nowhere' is not HOST:PORT"),
         (["--server", "nowhere"], "--server 'nowhere' is not HOST:PORT"),
         (["--json", "/nowhere/at/all"], "there is no directory"),
-        (["--ranks", "-1"], "give at least 0"),
+        (["--timeout", "0"], "at least 0.01 s"),
         (["--fly"], "unrecognized"),
     ],
 )

@@ -77,34 +77,20 @@ def test_the_peers_of_a_cell_share_its_microbatches(
     assert shares == {(slot, slot % 2) for slot in vacant}, "each of them has its counterparts' microbatches"
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
-    ("rank", "phase"),
-    [
-        (3, "optimizer"),
-        *(pytest.param(rank, phase, marks=MATRIX) for rank, phase in ((0, "reduce"), (2, "idle"))),
-    ],
-)
-def test_a_rank_comes_back(rank: int, phase: str, twins: Twins, tmp_path: Path) -> None:
-    report = passed(
-        drill(*words(2, 2, "--grow", "step=10"), *kills(spec(rank, phase)), twins=twins, at=tmp_path)
-    )
-    exact(report, [rank], [])
-
-
+@MATRIX  # in the default suite: `test_staggered.py`
 @pytest.mark.parametrize(
     ("shape", "schedule", "lost", "phase"),
     [
         # From step 18 on norms do not clip any more.
         ((2, 2), "1f1b", {3: 23}, "reduce"),
         *(
-            pytest.param((2, 2), schedule, {0: 21, 3: 25}, phase, marks=MATRIX)
+            ((2, 2), schedule, {0: 21, 3: 25}, phase)
             for schedule, phase in zip(
                 SCHEDULES, ("forward", "backward", "reduce", "optimizer") * 2, strict=False
             )
         ),
-        pytest.param((4, 2), "1f1b", {6: 22, 1: 24}, "backward", marks=MATRIX),
-        pytest.param((2, 3), "1f1b", {2: 22, 1: 24}, "optimizer", marks=MATRIX),
+        ((4, 2), "1f1b", {6: 22, 1: 24}, "backward"),
+        ((2, 3), "1f1b", {2: 22, 1: 24}, "optimizer"),
     ],
 )
 def test_staggered_steps(

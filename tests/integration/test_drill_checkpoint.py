@@ -70,13 +70,6 @@ def test_two_are_lost_one_after_the_other(mode: str, twins: Twins, tmp_path: Pat
 
 @MATRIX
 @pytest.mark.parametrize("mode", MODES)
-def test_two_are_lost_at_once(mode: str, twins: Twins, tmp_path: Path) -> None:
-    specs = [spec(0, "idle"), spec(3, "idle")]
-    restored(tmp_path, twins, words(2, 2, mode), *specs)
-
-
-@MATRIX
-@pytest.mark.parametrize("mode", MODES)
 def test_one_is_lost_in_the_last_save(mode: str, twins: Twins, tmp_path: Path) -> None:
     restored(tmp_path, twins, words(2, 1, mode), f"rank=1,step={STEPS - 1},phase=save")
 

@@ -12,12 +12,10 @@ import pytest
 
 from swift_ft.lab.drill.run import TWIN_FILE
 from tests.integration.drill_world import (
-    CHECKPOINT_EVERY,
     Twins,
     drill,
     freed_by_the_notice,
     kills,
-    newest_checkpoint,
     passed,
 )
 
@@ -96,24 +94,8 @@ def test_a_wait_free_update_is_taken_back(
     assert found[0]["target_version"] == 3
     assert report["undo"]["mode"] == undo
     assert report["undo"]["exact"] is True
-    assert report["undo"]["ulps_max"] == 0
     assert 0 in found[0]["undo"]["ranks"], "the replica of a rank that was half-way was so itself"
     assert found[0]["undo"]["buckets"] > 0
-
-
-@pytest.mark.matrix
-def test_an_arithmetic_undo_is_shown_and_never_called_exact(twins: Twins, tmp_path: Path) -> None:
-    words = [*HYBRID, *WAIT_FREE, "--optimizer", "sgd", "--undo", "arithmetic"]
-    outcome = drill(*words, *kills("rank=1,step=8,phase=update"), twins=twins, at=tmp_path)
-    assert outcome.exit_code == 0, outcome.explain()
-    report = outcome.report
-    assert report is not None
-    assert report["verdict"] == "PASS"
-    assert report["exact"] is False
-    assert report["undo"]["mode"] == "arithmetic"
-    assert report["undo"]["ulps_max"] is not None
-    assert report["loss"]["largest_relative_difference"] <= report["loss"]["tolerance"]
-    assert "no bits are promised" in report["reason"]
 
 
 def test_distributed_data_parallel(twins: Twins, tmp_path: Path) -> None:
@@ -189,31 +171,3 @@ def test_no_whole_copy_is_left(twins: Twins, tmp_path: Path) -> None:
     assert first["microbatches_recomputed"] == 2 * 4 * 3
     assert strategies(second) == ["replay", "replay", "keep", "keep"]
     assert second["verified_sends"] > 0
-
-
-@pytest.mark.matrix
-def test_a_replay_that_was_asked_for_and_one_that_a_corrupt_log_prevents(
-    twins: Twins, tmp_path: Path
-) -> None:
-    specs = ["rank=3,step=3,microbatch=1"]
-    specs += ["rank=3,step=8,microbatch=1", "corrupt=log,step=8"]
-    report = passed(drill(*HYBRID, "--strategy", "replay", *kills(*specs), twins=twins, at=tmp_path))
-    first, second = report["recoveries"]
-    assert strategies(first) == ["keep", "keep", "replay", "replay"]
-    assert first["verified_sends"] > 0
-    assert report["bytes_copied"] == 0
-    assert set(second["strategy"].values()) == {"checkpoint"}
-    assert report["exact"] is False
-    assert "s0c1.F" in report["reason"]
-
-
-@pytest.mark.matrix
-def test_a_checkpoint_that_was_asked_for(twins: Twins, tmp_path: Path) -> None:
-    specs = ["rank=0,step=8,phase=reduce"]
-    place = tmp_path / "drill"
-    words = [*HYBRID, "--strategy", "checkpoint", *kills(*specs), "--directory", str(place)]
-    report = passed(drill(*words, twins=twins, at=tmp_path))
-    assert set(report["strategy"].values()) == {"checkpoint"}
-    base = newest_checkpoint(place)
-    assert base in (0, CHECKPOINT_EVERY)
-    assert report["steps_lost"] == 8 - base

@@ -83,4 +83,4 @@ def test_three_hundred_steps_and_five_kills(undo: str, optimizer: str, twins: Tw
     assert report["exact"] is False
     assert len(report["loss"]["steps"]) == 300
     assert report["loss"]["largest_relative_difference"] <= report["loss"]["tolerance"]
-    assert report["loss"]["final"]["failure_free"] < 0.8 * report["loss"]["failure_free"][0], "it learns"
+    assert max(report["loss"]["failure_free"][-30:]) < 0.8 * report["loss"]["failure_free"][0], "it learns"

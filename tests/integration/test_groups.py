@@ -71,59 +71,6 @@ BROKEN_REDUCTIONS = textwrap.dedent(
     """
 )
 
-DDP_LIVES_ON = textwrap.dedent(
-    """
-    # Rank 1 dies between two buckets of DDP's backward; rank 0 keeps its DDP module.
-    import json, os, signal, sys
-    import torch
-    from torch.nn.parallel import DistributedDataParallel
-    from swift_ft.comm.gloo import GlooBackend
-    from swift_ft.comm.process_groups import ProcessGroups
-    from swift_ft.comm.groups import ReconfigurableGroup
-    from tests.integration.master_stores import MasterStore
-
-    rank, generation = int(sys.argv[1]), int(sys.argv[2])
-    torch.set_num_threads(1)
-    backend = GlooBackend()
-    group = ReconfigurableGroup("data", [0, 1], rank, backend, swallow=True)
-    comm = ProcessGroups(backend, rank, [group], group, stores=MasterStore)
-    torch.manual_seed(7)
-    module = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
-    ddp = DistributedDataParallel(
-        module, process_group=group, init_sync=False, find_unused_parameters=True, bucket_cap_mb=0.01
-    )
-
-    def backward(step):
-        ddp.zero_grad()
-        torch.manual_seed(100 * step + rank)
-        ddp(torch.randn(4, 64)).square().mean().backward()
-        return [float(p.grad.sum()) for p in ddp.parameters()]
-
-    comm.build(generation)
-    out = {}
-    if generation == 1:
-        out["first"] = backward(0)
-        group.run(lambda collectives: collectives.barrier())
-        if rank == 1:
-            calls = 0
-            def die(grad):
-                global calls
-                calls += 1
-                if calls == 3:
-                    os.kill(os.getpid(), signal.SIGKILL)
-            for parameter in module.parameters():
-                parameter.register_hook(die)
-        backward(1)
-        out["broken"] = group.broken is not None
-        comm.build(2)
-        out["mended"] = group.broken is None
-    out["again"] = backward(1)
-    group.run(lambda collectives: collectives.barrier())
-    comm.tear_down()
-    print(json.dumps(out))
-    """
-)
-
 
 class World:
     """Processes that meet in one store."""
@@ -168,15 +115,3 @@ def test_a_broken_reduction_changes_no_gradient(ordered: bool, world: World) -> 
     assert sum(f["broken"] for f in found) > 0, found
     # The danger is real: some rank's buffer was left neither as it was nor as it should be.
     assert sum(f["half_reduced"] for f in found) > 0, found
-
-
-def test_ddp_lives_on_with_a_new_peer(world: World) -> None:
-    survivor = world.start(DDP_LIVES_ON, 0, 1)
-    victim = world.start(DDP_LIVES_ON, 1, 1)
-    assert victim.wait(60) == -9
-    replacement = world.answer(world.start(DDP_LIVES_ON, 1, 2))
-    survived = world.answer(survivor)
-    assert survived["broken"]
-    assert survived["mended"]
-    assert survived["again"] == replacement["again"]
-    assert survived["again"] != survived["first"]

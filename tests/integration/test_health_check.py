@@ -51,14 +51,17 @@ def checks(launch: Launch) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def marked(launch: Launch) -> list[psutil.Process]:
-    """Whatever carries the environment of this launcher, wherever it hangs in the tree of processes."""
+def marked(launch: Launch, *names: str) -> list[psutil.Process]:
+    """Whatever carries the environment of this launcher, wherever it hangs in the tree of processes. `names`: of the
+    programs; all, if there are none."""
     mark = f"SWIFT_EVENTS={launch.trace}".encode()
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
             if mark in path.read_bytes().split(b"\0"):
-                found.append(psutil.Process(int(path.parent.name)))
+                process = psutil.Process(int(path.parent.name))
+                if not names or process.name() in names:
+                    found.append(process)
         except (OSError, psutil.Error):
             continue
     return found
@@ -84,14 +87,14 @@ def finish(launch: Launch, coordinator: ScriptedCoordinator, ranks: int = 2) -> 
 def test_every_place_is_checked_before_its_first_process_and_before_another_one(
     start: Start, coordinator: ScriptedCoordinator
 ) -> None:
-    launch = start("--nproc-per-node=2", "--virtual-local-rank")
+    launch = start("--nproc-per-node=2")
     launch.rank(0)
     launch.rank(1)
-    assert sorted(checks(launch)) == ["0 start"] * 2  # each place sees its own device as the first one
+    assert sorted(checks(launch)) == ["0 start", "1 start"]
     launch.warm_spares()
     kill(launch, 1)
     second = launch.rank(1, process=2)
-    assert checks(launch)[2:] == ["0 replacement"]
+    assert checks(launch)[2:] == ["1 replacement"]
     checked = launch.events("place_checked")[-1]
     (given,) = [event for event in launch.events("spare_assigned") if event["pid"] == second.pid]
     assert (checked["local_rank"], checked["fit"]) == (1, True)
@@ -127,7 +130,7 @@ def test_a_place_that_fails_once_is_checked_again(start: Start, coordinator: Scr
     assert told == [(1, ""), (1, "exit code 1: ECC error")]
     said, replaced = finish(launch, coordinator).splitlines()
     assert said == (
-        "swift: rank 1: its place has failed the health check (exit code 1: ECC error): checked again in 1 s"
+        "swift: rank 1: its place has failed the health check (exit code 1: ECC error): tried again in 1 s"
     )
     assert replaced.startswith("swift: rank 1: killed by SIGKILL: replaced by process")
 
@@ -183,7 +186,7 @@ def test_whatever_a_check_does_it_ends_alone(
     kill(launch, 0)
     launch.rank(0, process=2)
     assert [e["reason"] for e in launch.events("place_checked") if not e["fit"]] == [reason]
-    assert not [p for p in marked(launch) if p.name() in ("sleep", "sh", "head", "tr")]
+    assert not marked(launch, "sleep", "sh", "head", "tr")
     assert reason in finish(launch, coordinator, ranks=1)
 
 
@@ -201,7 +204,7 @@ def test_a_check_ends_with_its_launcher(start: Start, signum: signal.Signals, be
         kill(launch, 0)
 
     def asleep() -> bool:
-        return len([p for p in marked(launch) if p.name() == "sleep"]) == 1
+        return len(marked(launch, "sleep")) == 1
 
     wait_until(asleep, "the check to hang")
     left = marked(launch)

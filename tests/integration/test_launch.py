@@ -4,7 +4,6 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -14,31 +13,15 @@ import pytest
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.launch.agent import LEFT_S
 from swift_ft.launch.command import PRELOAD_DEFAULT
-from tests.integration.launch_world import Launch, Rank, ScriptedCoordinator, assert_all_gone, wait_until
+from tests.integration.launch_world import (
+    Launch,
+    Rank,
+    ScriptedCoordinator,
+    Start,
+    assert_all_gone,
+    wait_until,
+)
 from tests.integration.logserver_world import free_port
-
-Start = Callable[..., Launch]
-
-
-@pytest.fixture
-def coordinator() -> Iterator[ScriptedCoordinator]:
-    scripted = ScriptedCoordinator()
-    yield scripted
-    scripted.close()
-
-
-@pytest.fixture
-def start(tmp_path: Path, coordinator: ScriptedCoordinator) -> Iterator[Start]:
-    launches = []
-
-    def start(*flags: str, directory: Path = tmp_path, **options: str) -> Launch:
-        directory.mkdir(exist_ok=True)
-        launches.append(Launch(directory, coordinator.address, *flags, **options))
-        return launches[-1]
-
-    yield start
-    for launch in launches:
-        launch.close()
 
 
 def title_of(pid: int) -> tuple[str, str]:
@@ -324,40 +307,6 @@ def test_ranks_that_end_at_the_same_moment_are_both_counted(
     assert exits == {0: 1, 1: 2}
 
 
-def test_a_script_that_does_not_compile_ends_at_once(start: Start) -> None:
-    launch = start("--nproc-per-node=2", script="def broken(:\n")
-    code, stderr = launch.wait()
-    assert code == 1
-    assert stderr.count("SyntaxError: invalid syntax") in (1, 2)
-    assert "exit code 1: the job is stopped" in stderr
-
-
-def test_an_environment_error_stops_a_job_that_never_ran(
-    start: Start, coordinator: ScriptedCoordinator
-) -> None:
-    coordinator.publish(state=pb.FORMING, generation=1)
-    launch = start(
-        "--nproc-per-node=1", script="import swift_ft.errors; raise swift_ft.errors.ServiceError('disk full')"
-    )
-    code, stderr = launch.wait()
-    assert code == 3
-    assert stderr.splitlines()[0] == "swift: disk full"
-    assert coordinator.failures == ["rank 0: exit code 3"]
-
-
-def test_replacements_are_counted(start: Start, coordinator: ScriptedCoordinator) -> None:
-    coordinator.publish(state=pb.RUNNING, generation=1)
-    launch = start("--nproc-per-node=1", "--max-restarts=2", script="import os; os._exit(77)")
-    code, stderr = launch.wait()
-    assert code == 1
-    assert (
-        stderr.splitlines()[-1]
-        == "swift: rank 0: exit code 77, and --max-restarts is used up: the job is stopped"
-    )
-    assert len(launch.events("spare_assigned")) == 3
-    assert len(coordinator.failures) == 1
-
-
 def test_views_are_obeyed(start: Start, coordinator: ScriptedCoordinator) -> None:
     coordinator.publish(state=pb.RUNNING, generation=1)
     launch = start("--nproc-per-node=2")
@@ -526,7 +475,7 @@ def test_a_machine_that_another_one_has_replaced_ends(start: Start, coordinator:
     assert heir.rank(0, process=2).env["GROUP_RANK"] == "0"
     first.process.send_signal(signal.SIGCONT)
     code, stderr = first.wait()
-    assert code == 1
+    assert code == 3, "its script has done nothing wrong"
     assert stderr.splitlines()[-1].endswith(" s, and another one has its place")
     assert not ranks[0].alive
     assert ranks[1].alive
@@ -544,63 +493,11 @@ def test_a_machine_too_many_waits_and_is_not_needed(start: Start, coordinator: S
     third = start(*MACHINES, QUICK)
     third.until_said("swift: 3 machines are here: waiting for a place")
     coordinator.publish(state=pb.FINISHED, generation=1)
-    assert third.rest() == (0, "swift: this machine is not needed: the job is over\n")
     for number in (0, 1):
+        assert third.process.poll() is None, "a rank may have files of its own to save"
         launches[0].go(number)
     assert [launch.wait()[0] for launch in launches] == [0, 0]
-
-
-@pytest.mark.matrix
-def test_machines_that_want_different_things_do_not_meet(
-    start: Start, coordinator: ScriptedCoordinator
-) -> None:
-    launch = start(*MACHINES)
-    wait_until(lambda: coordinator.met, "the first machine")
-    other = start("--nnodes=3", *MACHINES[1:])
-    assert other.wait() == (2, "swift: --nnodes is 3 here and 2 on another machine\n")
-    launch.process.send_signal(signal.SIGTERM)
-    assert launch.wait()[0] == 128 + signal.SIGTERM
-
-
-def test_a_machine_alone_does_not_wait_for_ever(start: Start) -> None:
-    code, stderr = start(*MACHINES, "--rdzv-conf=join_timeout=3").wait()
-    assert code == 3
-    assert stderr.splitlines() == [
-        "swift: 1 of 2 machines are here: waiting for the others",
-        "swift: run: 1 of 2 machines were here after 3 s: start the same command on all of them "
-        "(--rdzv-conf=join_timeout=SECONDS: waits longer)",
-    ]
-
-
-@pytest.mark.matrix
-def test_machines_may_have_different_numbers_of_ranks(start: Start) -> None:
-    flags = [flag for flag in MACHINES if not flag.startswith("--nproc")]
-    launches = [start(*flags, f"--nproc-per-node={count}") for count in (1, 2)]
-    ranks = [launches[0].rank(number) for number in (0, 1, 2)]
-    assert [rank.env["WORLD_SIZE"] for rank in ranks] == ["3", "3", "3"]
-    assert sorted(rank.env["LOCAL_WORLD_SIZE"] for rank in ranks) == ["1", "2", "2"]
-    assert len({(rank.env["GROUP_RANK"], rank.env["LOCAL_RANK"]) for rank in ranks}) == 3
-    assert len({(rank.env["MASTER_ADDR"], rank.env["MASTER_PORT"]) for rank in ranks}) == 1
-    for number in (0, 1, 2):
-        launches[0].go(number)
-    assert [launch.wait()[0] for launch in launches] == [0, 0]
-
-
-@pytest.mark.matrix
-def test_fewer_machines_begin_and_one_more_waits_for_a_place(
-    start: Start, coordinator: ScriptedCoordinator
-) -> None:
-    flags = ["--nnodes=1:2", *MACHINES[1:], QUICK]
-    launch = start(*flags)
-    alone = launch.rank(0)
-    assert alone.env["WORLD_SIZE"] == "1"
-    coordinator.publish(state=pb.RUNNING, generation=1)
-    other = start(*flags)
-    wait_until(lambda: coordinator.met == 2, "the second machine")
-    lose(launch)
-    assert other.rank(0, process=2).env["WORLD_SIZE"] == "1"
-    other.go(0)
-    assert other.wait()[0] == 0
+    assert third.rest() == (0, "swift: this machine is not needed: the job is over\n")
 
 
 def test_a_signal_ends_a_launcher_that_waits_for_another_machine(

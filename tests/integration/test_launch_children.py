@@ -1,6 +1,7 @@
 """Children of the launcher, without the launcher: which spare is taken, how they are stopped."""
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from swift_ft.launch.children import Child, Nursery
 from swift_ft.launch.rendezvous import LoopbackRendezvous
 from swift_ft.launch.worker import Program
+from tests.integration.launch_world import wait_until
 
 
 @pytest.fixture(params=["fork", "spawn"])
@@ -52,6 +54,60 @@ def test_warm_spares_come_first_then_the_oldest(nursery: Nursery) -> None:
     assert nursery.spares == spares[:2]
 
 
+LARGE = """
+import mmap, time
+memory = mmap.mmap(-1, 256 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+for page in range(0, len(memory), mmap.PAGESIZE):
+    memory[page] = 1
+open("large", "w").close()
+time.sleep(60)
+"""
+
+
+def test_a_killed_child_is_missed_before_its_memory_is_freed(nursery: Nursery, tmp_path: Path) -> None:
+    found = []
+    for _ in range(5):  # on a busy machine the kernel may be as quick as the launcher
+        child = nursery.spawn()
+        wait_warm(nursery, child)
+        assign(child, tmp_path, LARGE)
+        while not (tmp_path / "large").exists():
+            assert nursery.wait(0.01) == ([], [])
+        os.kill(child.pid, signal.SIGKILL)
+        while not (ended := nursery.wait(20.0)[1]):
+            pass
+        assert (ended, child.exit_code) == ([child], -signal.SIGKILL)
+        found.append(child.gone)
+        while not child.gone:  # it is told of once
+            assert nursery.wait(20.0) == ([], [])
+        assert nursery.children == []
+        (tmp_path / "large").unlink()
+    assert not all(found)
+
+
+# Whoever holds a life may leave it without dying: what it was told of then is its end, and nothing before it.
+LEAVES = {
+    "exec": "import os, sys; os.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(0.5)'])",
+    "a thread stays": (
+        "import ctypes, threading, time\nthreading.Thread(target=lambda: (time.sleep(0.5), os._exit(0))).start()\n"
+        "import os; ctypes.CDLL(None).pthread_exit(None)"
+    ),
+    "a fork": "import os, time\nif os.fork() == 0: os._exit(7)\ntime.sleep(0.5)",
+    "it exits": "raise SystemExit(0)",
+}
+
+
+@pytest.mark.parametrize("script", LEAVES.values(), ids=LEAVES.keys())
+def test_a_child_that_lets_go_without_being_killed_is_missed_when_it_has_ended(
+    nursery: Nursery, tmp_path: Path, script: str
+) -> None:
+    child = nursery.spawn()
+    wait_warm(nursery, child)
+    assign(child, tmp_path, script)
+    while not (ended := nursery.wait(20.0)[1]):
+        assert child.exit_code is None
+    assert (ended, child.exit_code, child.gone) == ([child], 0, True)
+
+
 def test_a_rank_given_to_a_cold_child_waits_for_it(nursery: Nursery, tmp_path: Path) -> None:
     child = nursery.spawn()
     assign(child, tmp_path, "open('ran', 'w').close()")
@@ -59,6 +115,15 @@ def test_a_rank_given_to_a_cold_child_waits_for_it(nursery: Nursery, tmp_path: P
         assert child.warm
     assert (child.exit_code, (tmp_path / "ran").exists()) == (0, True)
     assert nursery.children == []
+
+
+def test_a_session_is_heard_of_that_begins_before_anybody_reads(nursery: Nursery, tmp_path: Path) -> None:
+    child = nursery.spawn()
+    assign(child, tmp_path, "from swift_ft import warm_up; warm_up.begin_session()")
+    wait_until(lambda: psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE or None, "its end")
+    while not nursery.wait(20.0)[1]:
+        pass
+    assert (child.exit_code, child.has_session) == (0, True)
 
 
 def test_arguments_of_any_size_and_nobody_waits_for_who_does_not_read_yet(
@@ -159,3 +224,14 @@ def test_the_store_of_one_machine_listens_on_loopback_only() -> None:
     store = TCPStore("127.0.0.1", port)
     store.set("key", "value")
     assert store.get("key") == b"value"
+
+
+def test_a_child_and_its_fork_may_end_before_the_launcher_looks(nursery: Nursery, tmp_path: Path) -> None:
+    child = nursery.spawn()
+    wait_warm(nursery, child)
+    nursery.wait(0.1)  # so that the child's end is seen before that of its pipe
+    assign(child, tmp_path, "import os, time\nif os.fork() == 0: time.sleep(0.3)\nos._exit(3)")
+    for descriptor in (child.pidfd, child.warm_fd):
+        select.select([descriptor], [], [], 20.0)
+    assert nursery.wait(5.0) == ([], [child])
+    assert (child.exit_code, child.gone) == (3, True)

@@ -1,10 +1,8 @@
 """Forked ranks: as good as fresh ones, the launcher's own children, and never the last way to start one."""
 
-import ctypes
 import json
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,10 +13,9 @@ import pytest
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.launch import forkserver
 from swift_ft.launch.children import Child, Nursery
-from swift_ft.launch.command import PRELOAD_DEFAULT
-from swift_ft.launch.forkserver import ForkFailed, ForkServer, adopting, own_children
+from swift_ft.launch.forkserver import ForkFailed, ForkServer
 from swift_ft.launch.worker import Program
-from tests.integration.launch_world import Launch, ScriptedCoordinator, wait_until
+from tests.integration.launch_world import ScriptedCoordinator, Start, wait_until
 
 Make = Callable[..., Nursery]
 MODULES = {
@@ -55,7 +52,7 @@ def run(nursery: Nursery, directory: Path, script: str) -> Child:
 
 def wait_ended(nursery: Nursery, *children: Child) -> None:
     deadline = time.monotonic() + 20
-    while any(child.exit_code is None for child in children):
+    while not all(child.gone for child in children):
         assert time.monotonic() < deadline
         nursery.wait(1.0)
 
@@ -117,7 +114,7 @@ def test_exit_codes_and_signals_are_told(make: Make, tmp_path: Path, script: str
     assert child.forked
     wait_ended(nursery, child)
     assert child.exit_code == exit_code
-    assert child.pid not in own_children()
+    assert not psutil.pid_exists(child.pid)
 
 
 def test_a_traceback_shows_the_script_alone(
@@ -183,9 +180,10 @@ def test_a_fork_whose_answer_is_lost_ends_and_takes_nothing_from_the_next_child(
     wait_ended(nursery, child)
     assert (tmp_path / "ran").read_text() == str(child.pid)
     deadline = time.monotonic() + 10
-    while lost[0] in own_children():
+    while psutil.Process(lost[0]).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline
         nursery.wait(0.1)
+    assert os.waitpid(lost[0], 0) == (lost[0], 0)
     assert capfd.readouterr().err == ""
 
 
@@ -213,52 +211,6 @@ def test_a_server_that_dies_again_and_again_is_given_up(make: Make, tmp_path: Pa
     assert nursery.tend()
 
 
-def adopts() -> bool:
-    """Whether orphans come to this process now."""
-    found = ctypes.c_int()
-    assert ctypes.CDLL(None).prctl(forkserver._PR_GET_CHILD_SUBREAPER, ctypes.byref(found), 0, 0, 0) == 0
-    return bool(found.value)
-
-
-def test_orphans_that_come_while_a_child_is_forked_are_buried(make: Make, tmp_path: Path) -> None:
-    nursery = make()
-    script = """
-import os, subprocess
-held = subprocess.Popen(["sleep", "60"], start_new_session=True)
-open("pid.part", "w").write(str(held.pid)); os.rename("pid.part", "pid")
-held.wait()
-"""
-    trainer = run(nursery, tmp_path, script)
-    orphan = int(
-        wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "its child")
-    )
-    server = server_of(nursery)
-    server.suspend()
-
-    def lose_the_trainer() -> None:
-        wait_until(lambda: server.status() == psutil.STATUS_STOPPED, "the server to be stopped")
-        wait_until(adopts, "the main thread to wait for the fork")
-        trainer.kill_group()
-        wait_until(lambda: psutil.Process(trainer.pid).status() == psutil.STATUS_ZOMBIE, "its end")
-        server.resume()
-
-    thread = threading.Thread(target=lose_the_trainer)
-    thread.start()
-    child = nursery.spawn()
-    thread.join()
-    assert child.forked
-    assert psutil.Process(orphan).ppid() == os.getpid()
-    wait_ended(nursery, trainer)
-    assert psutil.Process(orphan).status() != psutil.STATUS_ZOMBIE  # it lives as long as it likes
-    assert len(nursery.children) == 1
-    os.kill(orphan, signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while orphan in own_children():
-        assert time.monotonic() < deadline
-        nursery.wait(0.1)
-    assert not psutil.pid_exists(orphan)
-
-
 def test_orphans_at_other_times_are_not_adopted(make: Make, tmp_path: Path) -> None:
     nursery = make()
     script = """
@@ -273,35 +225,8 @@ open("pid.part", "w").write(str(held.pid)); os.rename("pid.part", "pid")
     orphan.kill()
 
 
-def test_adopting_restores_what_was(make: Make) -> None:
-    with adopting(), adopting():
-        pass
-    nursery = make()
-    assert nursery.spawn().forked
-
-
-@pytest.fixture
-def coordinator() -> Iterator[ScriptedCoordinator]:
-    scripted = ScriptedCoordinator()
-    yield scripted
-    scripted.close()
-
-
-@pytest.fixture
-def start(tmp_path: Path, coordinator: ScriptedCoordinator) -> Iterator[Callable[..., Launch]]:
-    launches = []
-
-    def start(*flags: str) -> Launch:
-        launches.append(Launch(tmp_path, coordinator.address, *flags))
-        return launches[-1]
-
-    yield start
-    for launch in launches:
-        launch.close()
-
-
 def test_a_job_goes_on_without_its_server_and_gets_another(
-    start: Callable[..., Launch], coordinator: ScriptedCoordinator
+    start: Start, coordinator: ScriptedCoordinator
 ) -> None:
     coordinator.publish(state=pb.RUNNING, generation=1)
     launch = start("--nproc-per-node=2", "--spares=0")
@@ -323,9 +248,7 @@ def test_a_job_goes_on_without_its_server_and_gets_another(
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_modules_with_threads_are_told_of_once(
-    start: Callable[..., Launch], tmp_path: Path, method: str
-) -> None:
+def test_modules_with_threads_are_told_of_once(start: Start, tmp_path: Path, method: str) -> None:
     (tmp_path / "starts_a_thread.py").write_text(MODULES["starts_a_thread"])
     launch = start("--nproc-per-node=2", "--preload=starts_a_thread", f"--start-method={method}")
     for number in (0, 1):
@@ -334,23 +257,3 @@ def test_modules_with_threads_are_told_of_once(
     assert code == 0
     assert stderr.count("starts_a_thread starts a thread: ranks are not forked") == (method == "fork")
     assert {event["forked"] for event in launch.events("worker_spawned")} == {False}
-
-
-def test_forked_replacements_take_milliseconds(
-    start: Callable[..., Launch], coordinator: ScriptedCoordinator
-) -> None:
-    """Without a spare too; the modules are the ones that every job has, so they must be fit to be forked."""
-    coordinator.publish(state=pb.RUNNING, generation=1)
-    launch = start("--nproc-per-node=1", "--spares=0", f"--preload-only={PRELOAD_DEFAULT}")
-    victim = launch.rank(0)
-    (started,), (ready,) = launch.events("fork_server_started"), launch.events("fork_server_ready")
-    killed = time.clock_gettime(time.CLOCK_MONOTONIC)
-    os.kill(victim.pid, signal.SIGKILL)
-    took = launch.rank(0, process=2).t - killed
-    print(f"import {ready['t'] - started['t']:.3f} s, SIGKILL to the replacement's script {took:.3f} s")
-    # Nothing is imported for it: it is a fork of the one server that was there before.
-    assert [event["forked"] for event in launch.events("worker_spawned")] == [True, True]
-    assert [event["server_pid"] for event in launch.events("fork_server_ready")] == [ready["server_pid"]]
-    assert ready["t"] < killed
-    launch.go(0)
-    assert launch.wait()[0] == 0

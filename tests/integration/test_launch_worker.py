@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from swift_ft.launch.death import Life
 from swift_ft.launch.worker import Program
 
 PROLOGUE = """
@@ -62,14 +63,23 @@ def run_plain(directory: Path, *arguments: str) -> Ended:
 def run_worker(directory: Path, assignment: Program | None, path0: str, launcher_pid: int = 0) -> Ended:
     control_read, control_write = os.pipe()
     warm_read, warm_write = os.pipe()
-    command = [sys.executable, "-u", "-m", "swift_ft.launch.worker", str(control_read), str(warm_write)]
+    life = Life()
+    command = [
+        sys.executable,
+        "-u",
+        "-m",
+        "swift_ft.launch.worker",
+        str(control_read),
+        str(warm_write),
+        str(life.fd),
+    ]
     command += [str(launcher_pid or os.getpid()), path0, "json,no_such_module"]
     environment = {k: v for k, v in os.environ.items() if k != "RANK"}
     process = subprocess.Popen(
         command,
         cwd=directory,
         env=environment,
-        pass_fds=(control_read, warm_write),
+        pass_fds=(control_read, warm_write, life.fd),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -212,11 +222,12 @@ def rehearse(directory: Path, assignment: Program) -> tuple[Ended, bytes]:
     """(its end, the line that it said once it was warm)"""
     control_read, control_write = os.pipe()
     warm_read, warm_write = os.pipe()
+    life = Life()
     command = [sys.executable, "-u", "-m", "swift_ft.launch.worker", str(control_read), str(warm_write)]
     process = subprocess.Popen(
-        [*command, str(os.getpid()), str(directory), "json"],
+        [*command, str(life.fd), str(os.getpid()), str(directory), "json"],
         cwd=directory,
-        pass_fds=(control_read, warm_write),
+        pass_fds=(control_read, warm_write, life.fd),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -11,7 +11,7 @@ import pytest
 from tests.integration.again_world import Again
 
 pytestmark = pytest.mark.timeout(240)
-STEPS = 24
+STEPS = 48
 MEETS_SIGTERM = (
     # The checkpoint is agreed on for a version that nobody is past, by the pace of the steps: so this one is soon.
     {"rank": 0, "what": "slow", "times": STEPS},

@@ -2,7 +2,6 @@
 
 import os
 import random
-import re
 import socket
 import subprocess
 import sys
@@ -23,7 +22,6 @@ from swift_ft.log.segment import Ending, scan
 from tests.health_probe import check_service
 from tests.integration.logserver_world import JOB, REPOSITORY, TIMEOUT_S, LogServer, free_port, run
 from tests.log_client import LogWriter
-from tests.unit.log.service import eventually
 
 
 def key(step: int) -> RecordKey:
@@ -124,54 +122,6 @@ def test_server_down_is_bounded_by_patience_and_then_forgotten(tmp_path: Path) -
                 time.sleep(0.02)
         writer.close()
         check_stream(server, 0, 3)
-
-
-# -- files --------------------------------------------------------------------------------------------
-
-
-def fill(server: LogServer, count: int) -> None:
-    server.fence(1)
-    writer = LogWriter([server.address], JOB, 1)
-    for step in range(count):
-        put(writer, step)
-    writer.close()
-
-
-def test_a_file_size_limit_is_a_full_disk(tmp_path: Path) -> None:
-    with LogServer(tmp_path / "log", file_bytes_max=2 << 20) as server:
-        server.may_say = re.compile("WARNING (disk_full|space_alarm|not_removed) ")
-        server.fence(1)
-        writer = LogWriter([server.address], JOB, 1, patience_s=2.0)
-        for step in range(150):
-            put(writer, step)
-        with pytest.raises(LogUnavailable, match="no space left"):
-            writer.flush(TIMEOUT_S)
-        assert not healthy(server.address)
-        (found,) = admin.inventory(server.address, JOB, TIMEOUT_S)
-        held = found.durable_sequence  # more are under way: the writer tries again
-        assert 0 < held < 105
-        (path,) = server.segments("s0.F")
-        # Back on the record boundary; not for the moment in which the writer's next attempt fails.
-        eventually(lambda: scan(path).ending is Ending.CLEAN)
-        reader = LogReader([server.address], JOB)
-        cursor = reader.follow("s0.F", 0)
-        assert cursor.get(key(50), TIMEOUT_S, lambda: False).body == body_of(50)
-        cursor.close()
-        reader.close()
-        # A checkpoint, a trim, and the writer goes on by itself. (A later attempt, of fewer records, may have had room
-        # for some more in the file; it is removed once they are trimmed, too.)
-        deadline = time.monotonic() + TIMEOUT_S
-        trimmed = 0
-        while writer.delivery.links[server.address].pending:
-            assert time.monotonic() < deadline
-            (found,) = admin.inventory(server.address, JOB, TIMEOUT_S)
-            trimmed = admin.trim(server.address, JOB, found.durable_sequence, TIMEOUT_S)
-            time.sleep(0.01)
-        writer.close()
-        assert healthy(server.address)
-        (after,) = admin.inventory(server.address, JOB, TIMEOUT_S)
-        assert held <= trimmed
-        assert (after.records, after.next_sequence) == (150 - trimmed, 150)
 
 
 # -- starts that fail ---------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """What belongs to a server alone: its files' modes, its lock, and where its code comes from."""
 
-import fcntl
 import json
 import os
 import signal
@@ -143,39 +142,3 @@ def test_the_serving_line_says_whether_there_are_tokens(tmp_path: Path) -> None:
         pass
     (line,) = [line for line in map(json.loads, said.read_text().splitlines()) if line["event"] == "serving"]
     assert line["fields"]["tokens"] is False
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
-def test_another_users_lock_does_not_keep_the_server_from_starting(tmp_path: Path) -> None:
-    """The file could be opened by everybody once."""
-    tmp_path.chmod(0o755)
-    for parent in tmp_path.parents[:2]:
-        parent.chmod(0o755)
-    directory = tmp_path / "logserver"
-    directory.mkdir()
-    lock = directory / ".lock"
-    lock.write_bytes(b"")
-    lock.chmod(0o644)
-    ready_read, ready_write = os.pipe()
-    stranger = os.fork()
-    if not stranger:
-        fd = os.open(lock, os.O_RDONLY)
-        os.setresuid(65534, 65534, 65534)
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        os.write(ready_write, b"!")
-        signal.pause()
-    try:
-        os.read(ready_read, 1)
-        with served(tmp_path) as (address, _):
-            admin.fence(address, "job", 1, TIMEOUT_S)
-            assert stat.S_IMODE(lock.stat().st_mode) == 0o600
-            again = subprocess.run(  # noqa: PLW1510
-                [SWIFT, "logserver", "--directory", str(directory)], capture_output=True, timeout=TIMEOUT_S
-            )
-            assert again.returncode == 3
-            assert b"is in use by another log server" in again.stderr
-    finally:
-        os.kill(stranger, signal.SIGKILL)
-        os.waitpid(stranger, 0)
-        os.close(ready_read)
-        os.close(ready_write)

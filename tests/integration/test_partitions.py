@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from swift_ft import events, rpc
+from swift_ft import events
+from swift_ft._pb import coordinator_pb2 as pb
 from tests.faults.world import Helper
 from tests.integration.coordinator_world import Coordinator
 from tests.integration.logserver_world import REPOSITORY, LogServer
@@ -109,14 +111,14 @@ def form(world: World, machines: str = "abc") -> list[Machine]:
     for number, rank in enumerate(ranks):
         assert rank("join", world.meta, number, len(ranks)) is None
     for rank in ranks:
-        until(rank, in_generation(1, rpc.RUNNING), "the job")
+        until(rank, in_generation(1, pb.RUNNING), "the job")
     return ranks
 
 
 def grows(machine: Machine, generation: int, by: int = 20) -> None:
     begin = machine("view")["version"]
     found = until(machine, lambda view: bool(view["version"] >= begin + by), "steps")
-    assert (found["generation"], found["state"]) == (generation, rpc.RUNNING)
+    assert (found["generation"], found["state"]) == (generation, pb.RUNNING)
 
 
 def test_coordinator_that_was_away_for_longer_than_a_lease_has_fenced_everybody(world: World) -> None:
@@ -139,7 +141,7 @@ def test_coordinator_that_was_away_for_longer_than_a_lease_has_fenced_everybody(
     for number, heir in enumerate(heirs):
         assert heir("join", world.meta, number, len(heirs)) is None
     for heir in heirs:
-        until(heir, lambda view: bool(view["state"] == rpc.RUNNING), "the recovery")
+        until(heir, lambda view: bool(view["state"] == pb.RUNNING), "the recovery")
 
 
 def test_half_open_connections_are_noticed_in_time_whichever_way_is_lost(world: World) -> None:
@@ -170,40 +172,49 @@ def test_half_open_connections_are_noticed_in_time_whichever_way_is_lost(world: 
 
 # -- trainers -------------------------------------------------------------------------------------------------
 
-STEPS = 120
-TRAINING_TIMEOUT_S = 150.0
+TRAINING_TIMEOUT_S = 200.0
 """Of what takes seconds on a quiet machine: every rank and spare imports torch."""
 
 
-class Training:
-    """`swift-ft run` of the drill's trainer: two stages on one machine, services on others."""
+class Machines:
+    """`swift-ft run` on one or several machines, with one or more stages on each."""
 
-    def __init__(self, world: World, directory: Path, job: str, spares: int) -> None:
-        self.job = job
+    def __init__(
+        self,
+        world: World,
+        directory: Path,
+        flags: Callable[[str, int], list[str]],
+        stages: int,
+        nodes: int = 2,
+        steps: int = 60,
+    ) -> None:
+        """`flags`: of a machine and its number."""
+        self._world, self._directory, self._flags, self._stages = world, directory, flags, stages
+        self._nodes, self._steps = nodes, steps
         for name in ("events", "digests", "checkpoints"):
             (directory / name).mkdir(parents=True)
-        self.directory = directory
-        self._trace: list[dict[str, Any]] = []
         self._tail = events.Tail(directory / "events")
-        command = [
-            *world.network.inside("a"),
-            sys.executable,
-            "-m",
-            "swift_ft.launch",
-            "--nproc-per-node",
-            "2",
-        ]
-        command += ["--spares", str(spares), "--coordinator", world.meta, "--job", job]
-        command += ["--checkpoint-dir", str(directory / "checkpoints"), "-m", "swift_ft.lab.drill.trainer"]
-        command += ["--stages", "2", "--steps", str(STEPS), "--model", "tiny", "--microbatches", "4"]
+        self._trace: list[dict[str, Any]] = []
+        self.launchers: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, machine: str, number: int, spares: int = 0) -> None:
+        ranks = self._stages // self._nodes
+        command = [*self._world.network.inside(machine), sys.executable, "-m", "swift_ft.launch"]
+        command += [f"--nnodes={self._nodes}", f"--nproc-per-node={ranks}", f"--spares={spares}"]
+        command += ["--coordinator", self._world.meta, "--job", self._directory.name]
+        command += self._flags(machine, number)
+        command += ["--checkpoint-dir", str(self._directory / "checkpoints")]
+        command += ["-m", "swift_ft.lab.drill.trainer", "--stages", str(self._stages)]
+        command += ["--steps", str(self._steps), "--model", "tiny", "--microbatches", "4"]
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
-            "SWIFT_EVENTS": str(directory / "events"),
-            "SWIFT_DIGESTS": str(directory / "digests"),
+            "GLOO_SOCKET_IFNAME": "e0",
+            "SWIFT_EVENTS": str(self._directory / "events"),
+            "SWIFT_DIGESTS": str(self._directory / "digests"),
         }
-        with (directory / "output").open("wb") as output:
-            self.process = subprocess.Popen(
+        with (self._directory / f"output-{machine}").open("wb") as output:
+            self.launchers[machine] = subprocess.Popen(
                 command, cwd=REPOSITORY, env=environment, stdout=output, stderr=output, start_new_session=True
             )
 
@@ -211,39 +222,61 @@ class Training:
         self._trace += self._tail.read()
         return [event for event in self._trace if event["event"] == name]
 
-    def until_step(self, step: int) -> None:
-        self.until(lambda: any(event["step"] >= step for event in self.said("loss")), f"step {step}")
-
     def until(self, look: Callable[[], object], what: str) -> None:
         deadline = time.monotonic() + TRAINING_TIMEOUT_S
         while not look():
-            assert self.process.poll() is None, self.output()
+            assert all(launcher.poll() is None for launcher in self.launchers.values()), self.output()
             assert time.monotonic() < deadline, f"waited for {what}\n{self.output()}"
             time.sleep(0.02)
+
+    def until_step(self, step: int) -> None:
+        self.until(lambda: any(event["step"] >= step for event in self.said("loss")), f"step {step}")
 
     def kill(self, rank: int) -> None:
         """The process that holds it now."""
         holders = [event["pid"] for event in self.said("script_start") if event["who"] == f"rank{rank}"]
         os.kill(holders[-1], signal.SIGKILL)
 
+    def start_both(self) -> None:
+        """The one after the other: who comes first is the first."""
+        self.start("a", 0)
+        begun = self._directory / "output-a"
+        self.until(lambda: self.said("script_start") or "1 of 2" in begun.read_text(), "the first machine")
+        self.start("b", 1)
+
+    def lose(self, machine: str) -> None:
+        self._world.network.isolate(machine)
+        launcher = self.launchers.pop(machine)
+        if launcher.poll() is None:
+            root = psutil.Process(launcher.pid)
+            for process in [root, *root.children(recursive=True)]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal.SIGKILL)
+        launcher.wait(10.0)
+
+    def pids(self) -> dict[str, set[int]]:
+        """Of all processes that a rank has had."""
+        found: dict[str, set[int]] = {}
+        for event in self.said("script_start"):
+            found.setdefault(event["who"], set()).add(event["pid"])
+        return found
+
     def digests(self) -> dict[str, Any]:
-        """Of the state in the end, by rank."""
-        assert self.process.wait(TRAINING_TIMEOUT_S) == 0, self.output()
-        found = list((self.directory / "digests").glob(f"*-v{STEPS}*.json"))
-        assert len(found) == 2, found
+        codes = {machine: launcher.wait(TRAINING_TIMEOUT_S) for machine, launcher in self.launchers.items()}
+        assert set(codes.values()) == {0}, self.output()
+        found = list((self._directory / "digests").glob(f"*-v{self._steps}.json"))
+        assert len(found) == self._stages, found
         return {path.name: json.loads(path.read_text()) for path in found}
 
     def output(self) -> str:
-        return (self.directory / "output").read_text(errors="replace")[-3000:]
+        return "\n".join(
+            f"{path.name}: {path.read_text(errors='replace')[-1500:]}"
+            for path in self._directory.glob("output-*")
+        )
 
     def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(10.0)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait(10.0)
+        for machine in list(self.launchers):
+            self.lose(machine)
 
 
 @pytest.mark.timeout(450)
@@ -254,11 +287,15 @@ def test_trainers_are_cut_off_from_the_log_and_from_the_coordinator_and_end_with
     world.coordinator(lease_s=15.0)
     beside = world.agent("meta")
     with contextlib.ExitStack() as stack:
-        twin = Training(world, tmp_path / "twin", "twin", spares=0)
-        stack.callback(twin.close)
+        twin, run = (
+            Machines(world, tmp_path / name, lambda *_: [], 2, nodes=1, steps=120) for name in ("twin", "run")
+        )
+        for machines in (twin, run):
+            stack.callback(machines.close)
+        twin.start("a", 0)
         wanted = twin.digests()
-        run = Training(world, tmp_path / "run", "run", spares=2)
-        stack.callback(run.close)
+        twin.launchers.clear()
+        run.start("a", 0, spares=2)
         run.until_step(10)
         world.network.isolate("log")
         run.kill(1)
@@ -267,7 +304,7 @@ def test_trainers_are_cut_off_from_the_log_and_from_the_coordinator_and_end_with
             "a fence that cannot be set",
         )
         world.network.rejoin("log")
-        run.until(lambda: beside("status", world.meta, "run")["state"] == rpc.RUNNING, "the recovery")
+        run.until(lambda: beside("status", world.meta, "run")["state"] == pb.RUNNING, "the recovery")
         run.until_step(60)
         world.network.isolate("meta")
         run.kill(0)

@@ -28,23 +28,6 @@ def test_one_kill(groups: str, rank: int, phase: str, twins: Twins, tmp_path: Pa
     assert phase in ("optimizer", "idle") or done_again == set(group)
 
 
-@pytest.mark.parametrize(("groups", "rank"), [("0-1,2-3", 2), ("0-2,3", 0), ("0,1,2,3", 1)])
-def test_gpipe(groups: str, rank: int, twins: Twins, tmp_path: Path) -> None:
-    words = ["--schedule", "gpipe", "--groups", groups, *kills(f"rank={rank},step=8,microbatch=2")]
-    report = passed(drill(*words, twins=twins, at=tmp_path))
-    assert report["exact"] is True
-
-
-@pytest.mark.parametrize("schedule", ["interleaved1f1b", "zbv"])
-def test_several_stages_on_a_rank_in_one_group_of_all(schedule: str, twins: Twins, tmp_path: Path) -> None:
-    words = ["--schedule", schedule, "--groups", "0-7", *kills("rank=1,step=8")]
-    outcome = drill(*words, twins=twins, at=tmp_path)
-    assert outcome.exit_code == 0, outcome.explain()
-    assert outcome.report is not None
-    assert set(outcome.report["strategy"].values()) == {"checkpoint"}
-    assert outcome.report["log"]["records"] == 0
-
-
 @pytest.mark.parametrize("rank", [1, 6])
 def test_a_group_of_four_of_eight_stages(rank: int, twins: Twins, tmp_path: Path) -> None:
     words = ["--stages", "8", "--microbatches", "8", "--groups", "0-3,4-7"]
@@ -81,12 +64,6 @@ def test_one_group_of_all_with_replicas_copies(twins: Twins, tmp_path: Path) -> 
     assert outcome.report["log"]["records"] == 0
 
 
-def test_two_members_of_one_group(twins: Twins, tmp_path: Path) -> None:
-    specs = ["rank=0,step=8,microbatch=1,phase=forward", "rank=2,step=8,microbatch=0,phase=forward"]
-    report = passed(drill("--groups", "0-2,3", "--spares", "2", *kills(*specs), twins=twins, at=tmp_path))
-    assert {stage for stage, name in report["strategy"].items() if name == "replay"} == {"0", "1", "2"}
-
-
 def test_two_groups_are_hit_at_once_and_a_third_is_not(twins: Twins, tmp_path: Path) -> None:
     specs = ["rank=1,step=8,microbatch=2,phase=forward", "rank=2,step=8,microbatch=1,phase=forward"]
     words = ["--groups", "0-1,2,3", "--spares", "2"]
@@ -96,29 +73,11 @@ def test_two_groups_are_hit_at_once_and_a_third_is_not(twins: Twins, tmp_path: P
     assert recovery["verified_sends"] > 0
 
 
-def test_all_groups_at_once(twins: Twins, tmp_path: Path) -> None:
-    specs = ["rank=0,step=8,microbatch=2,phase=forward", "rank=3,step=8,microbatch=0,phase=forward"]
-    words = ["--groups", "0-1,2-3", "--spares", "2", *kills(*specs)]
-    report = passed(drill(*words, twins=twins, at=tmp_path))
-    assert report["exact"] is True
-    assert set(report["strategy"].values()) == {"replay"}
-
-
 def test_a_neighbour_of_the_group_dies_in_its_replay(twins: Twins, tmp_path: Path) -> None:
     specs = ["rank=1,step=8,microbatch=1", "rank=3,phase=replay"]
     words = ["--groups", "0-1,2-3", "--spares", "2", *kills(*specs)]
     report = passed(drill(*words, twins=twins, at=tmp_path))
     assert report["exact"] is True
-
-
-def test_the_log_of_a_boundary_is_gone(twins: Twins, tmp_path: Path) -> None:
-    """One copy, on a server that is lost with the rank: everybody restores, and says why."""
-    words = ["--groups", "0-1,2-3", "--log-servers", "2", *kills("log=1,step=8", "rank=0,step=8")]
-    report = passed(drill(*words, twins=twins, at=tmp_path))
-    used = set(report["strategy"].values())
-    assert used in ({"checkpoint"}, {"keep", "replay"})
-    if used == {"checkpoint"}:
-        assert "is lost" in report["reason"]
 
 
 def test_the_log_server_is_down_when_a_group_replays(twins: Twins, tmp_path: Path) -> None:

@@ -2,13 +2,12 @@
 it, and that a real recovery does not wait for one."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.integration.drill_world import drill
 from tests.integration.forked import Forks
-from tests.integration.trainer_world import Run, run_trainer, undisturbed
+from tests.integration.trainer_world import Run, named, run_trainer, undisturbed
 
 MATRIX = pytest.mark.matrix
 TRAINER, RANKS = "rehearsed.py", 2
@@ -19,13 +18,10 @@ IN_INPUT = (
 )
 
 KINDS = {
-    "attribute": IN_MODULE,
-    "hook": IN_MODULE,
     "counter": IN_MODULE,
     "ids": IN_MODULE,
     "iterator": IN_INPUT,
     "file": IN_INPUT,
-    "queue": IN_INPUT,
 }
 """Where it is kept -> what is named."""
 
@@ -59,10 +55,6 @@ def both(*versions: int) -> list[tuple[int, int]]:
     return [(rank, version) for version in versions for rank in range(RANKS)]
 
 
-def named(run: Run, event: str) -> list[dict[str, Any]]:
-    return [each for each in run["events"] if each["event"] == event]
-
-
 def launcher(directory: Path) -> list[str]:
     return (directory / "output" / "launcher.txt").read_text().splitlines()
 
@@ -93,7 +85,7 @@ def check_found(run: Run, directory: Path, kind: str) -> None:
         pytest.param(
             layout,
             kind,
-            marks=() if (layout, kind) in [("pipeline", "counter"), ("replicas", "queue")] else MATRIX,
+            marks=() if (layout, kind) in [("pipeline", "counter"), ("replicas", "file")] else MATRIX,
         )
         for layout in ("pipeline", "replicas")
         for kind in KINDS
@@ -141,7 +133,7 @@ def test_who_requires_an_exact_job_has_it_ended_at_the_rehearsal(tmp_path: Path)
     run = rehearsed(
         tmp_path,
         "pipeline",
-        "attribute",
+        "counter",
         10,
         both(0, 5),
         "--rehearse",

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.integration.forked import Forks
-from tests.integration.trainer_world import Run, run_trainer, undisturbed
+from tests.integration.trainer_world import Run, named, run_trainer, undisturbed
 
 STEPS, RANKS, EVERY = 11, 2, 4
 
@@ -18,10 +18,6 @@ def run(directory: Path, mode: str, *faults: dict[str, Any]) -> Run:
 def imports(directory: Path) -> list[int]:
     """How often each process has run the script, in the order of the counts."""
     return sorted(path.stat().st_size for path in (directory / "digests").glob("imports-*"))
-
-
-def named(outcome: Run, event: str) -> list[dict[str, Any]]:
-    return [e for e in outcome["events"] if e["event"] == event]
 
 
 @pytest.mark.timeout(240)
@@ -46,20 +42,3 @@ def test_it_ends_with_the_same_bits_in_the_same_processes(
         assert bits.items() <= wanted.items()
     assert imports(tmp_path / "lost") == counts, "a process more for each loss"
     assert len(named(found, "reinit")) == len(faults), "one survivor each time"
-
-
-@pytest.mark.timeout(240)
-@pytest.mark.matrix
-def test_a_function_that_cannot_begin_again_ends_its_process_and_not_the_job(
-    forks: Forks, tmp_path: Path
-) -> None:
-    """Its session is made once, outside of it. Then another process takes the rank."""
-    twin = undisturbed(forks, tmp_path / "twin", "begins_again.py", "outside", STEPS, ranks=RANKS)
-    found = run(tmp_path / "lost", "outside", {"rank": 1, "step": 6, "phase": "optimizer"})
-
-    assert len(named(found, "reinit")) == 1, "and does not begin again and again"
-    assert "cannot begin a second time in one process" in found["output"]
-    for rank in range(RANKS):
-        bits, wanted = (each["digests"][f"bits-{rank}.json"] for each in (found, twin))
-        assert str(STEPS - 1) in bits
-        assert bits.items() <= wanted.items()

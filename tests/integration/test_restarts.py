@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from tests.integration.launch_world import (
     PLAIN_SCRIPT,
     Launch,
     ScriptedCoordinator,
+    Start,
     assert_all_gone,
     wait_until,
 )
@@ -42,6 +42,8 @@ dist.all_reduce(total)
 leave(total=total.item())
 if attempt == 0:
     if os.environ["RANK"] == "1":
+        while len(open("attempts").readlines()) < 2:
+            pass
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
 dist.destroy_process_group()
@@ -49,17 +51,11 @@ dist.destroy_process_group()
 FAILS = """\
 leave()
 if os.environ["RANK"] == "1":
+    while len(open("attempts").readlines()) < 2 * (attempt + 1):
+        pass
     sys.exit(3)
 signal.pause()
 """
-
-
-@pytest.fixture
-def coordinator() -> Iterator[ScriptedCoordinator]:
-    """It knows no job."""
-    scripted = ScriptedCoordinator()
-    yield scripted
-    scripted.close()
 
 
 def attempts(directory: Path) -> list[dict[str, Any]]:
@@ -77,6 +73,7 @@ def test_a_script_without_a_session_ends_as_under_torchrun(
     code: int,
     processes: int,
     tmp_path: Path,
+    start: Start,
     coordinator: ScriptedCoordinator,
 ) -> None:
     (tmp_path / "theirs").mkdir()
@@ -92,12 +89,8 @@ def test_a_script_without_a_session_ends_as_under_torchrun(
         check=False,
     )
     assert theirs.returncode == code, theirs.stderr
-    (tmp_path / "ours").mkdir()
-    launch = Launch(tmp_path / "ours", coordinator.address, *flags, script=SCRIPT + script)
-    try:
-        found, said = launch.wait(60)
-    finally:
-        launch.close()
+    launch = start(*flags, directory=tmp_path / "ours", script=SCRIPT + script)
+    found, said = launch.wait(60)
     assert found == code, said
     assert attempts(tmp_path / "ours") == attempts(tmp_path / "theirs")
     assert len(attempts(tmp_path / "ours")) == processes
@@ -112,32 +105,25 @@ def test_a_script_without_a_session_ends_as_under_torchrun(
     assert not coordinator.failures
 
 
-def test_all_processes_are_new_and_meet_in_a_new_store(
-    tmp_path: Path, coordinator: ScriptedCoordinator
-) -> None:
-    launch = Launch(
-        tmp_path, coordinator.address, "--nproc-per-node=2", "--max-restarts=5", script=PLAIN_SCRIPT
-    )
-    try:
-        first = [launch.rank(0), launch.rank(1)]
-        launch.go(0)  # has ended well when the other one dies: it begins again all the same
-        wait_until(lambda: not first[0].alive, "its end")
-        (tmp_path / "go.0").unlink()
-        os.kill(first[1].pid, signal.SIGKILL)
-        second = [launch.rank(0, 2), launch.rank(1, 2)]
-        assert {rank.env["TORCHELASTIC_RESTART_COUNT"] for rank in second} == {"1"}
-        assert {rank.env["TORCHELASTIC_MAX_RESTARTS"] for rank in second} == {"5"}
-        ports = [{rank.env["MASTER_PORT"] for rank in ranks} for ranks in (first, second)]
-        assert len(ports[0]) == len(ports[1]) == 1
-        assert ports[0] != ports[1]
-        assert not any(rank.alive for rank in first)
-        everything = launch.processes()
-        launch.go(0)
-        launch.go(1)
-        assert launch.wait()[0] == 0
-        assert_all_gone(everything)
-    finally:
-        launch.close()
+def test_all_processes_are_new_and_meet_in_a_new_store(start: Start, tmp_path: Path) -> None:
+    launch = start("--nproc-per-node=2", "--max-restarts=5", script=PLAIN_SCRIPT)
+    first = [launch.rank(0), launch.rank(1)]
+    launch.go(0)  # has ended well when the other one dies: it begins again all the same
+    wait_until(lambda: not first[0].alive, "its end")
+    (tmp_path / "go.0").unlink()
+    os.kill(first[1].pid, signal.SIGKILL)
+    second = [launch.rank(0, 2), launch.rank(1, 2)]
+    assert {rank.env["TORCHELASTIC_RESTART_COUNT"] for rank in second} == {"1"}
+    assert {rank.env["TORCHELASTIC_MAX_RESTARTS"] for rank in second} == {"5"}
+    ports = [{rank.env["MASTER_PORT"] for rank in ranks} for ranks in (first, second)]
+    assert len(ports[0]) == len(ports[1]) == 1
+    assert ports[0] != ports[1]
+    assert not any(rank.alive for rank in first)
+    everything = launch.processes()
+    launch.go(0)
+    launch.go(1)
+    assert launch.wait()[0] == 0
+    assert_all_gone(everything)
 
 
 SESSION = (
@@ -156,41 +142,29 @@ time.sleep(60)
 )
 
 
-def test_a_script_that_has_begun_a_session_is_not_restarted(
-    tmp_path: Path, coordinator: ScriptedCoordinator
-) -> None:
+def test_a_script_that_has_begun_a_session_is_not_restarted(start: Start, tmp_path: Path) -> None:
     """The rank dies before the coordinator has heard of the job: it alone is replaced."""
-    launch = Launch(tmp_path, coordinator.address, "--nproc-per-node=2", "--max-restarts=1", script=SESSION)
-    try:
-        launch.until_said(
-            "swift: rank 0: killed by SIGKILL, and --max-restarts is used up: the job is stopped"
-        )
-        assert launch.rest()[0] == 1
-        assert len(list(tmp_path.glob("here.0.*"))) == 2
-        assert len(list(tmp_path.glob("here.1.*"))) == 1
-        assert not launch.events("restarted")
-    finally:
-        launch.close()
+    launch = start("--nproc-per-node=2", "--max-restarts=1", script=SESSION)
+    launch.until_said("swift: rank 0: killed by SIGKILL, and --max-restarts is used up: the job is stopped")
+    assert launch.rest()[0] == 1
+    assert len(list(tmp_path.glob("here.0.*"))) == 2
+    assert len(list(tmp_path.glob("here.1.*"))) == 1
+    assert not launch.events("restarted")
 
 
-def test_before_anybody_has_met_a_killed_rank_is_replaced_alone(
-    tmp_path: Path, coordinator: ScriptedCoordinator
-) -> None:
+def test_before_anybody_has_met_a_killed_rank_is_replaced_alone(start: Start) -> None:
     """It may have been about to begin a session."""
-    launch = Launch(tmp_path, coordinator.address, "--nproc-per-node=2", script=PLAIN_SCRIPT)
-    try:
-        ranks = [launch.rank(0), launch.rank(1)]
-        os.kill(ranks[1].pid, signal.SIGKILL)
-        assert launch.rank(1, 2).env["TORCHELASTIC_RESTART_COUNT"] == "0"
-        assert ranks[0].alive
-        launch.go(0)
-        launch.go(1)
-        assert launch.wait()[0] == 0
-    finally:
-        launch.close()
+    launch = start("--nproc-per-node=2", script=PLAIN_SCRIPT)
+    ranks = [launch.rank(0), launch.rank(1)]
+    os.kill(ranks[1].pid, signal.SIGKILL)
+    assert launch.rank(1, 2).env["TORCHELASTIC_RESTART_COUNT"] == "0"
+    assert ranks[0].alive
+    launch.go(0)
+    launch.go(1)
+    assert launch.wait()[0] == 0
 
 
-def start_two(tmp_path: Path, coordinator: ScriptedCoordinator, meeting: str, restarts: int) -> list[Launch]:
+def start_two(start: Start, meeting: str, restarts: int) -> list[Launch]:
     """Two machines, which write their files into one directory."""
     flags = ["--nnodes=2", "--nproc-per-node=1", "--job=two", "--local-addr=127.0.0.1", "--spares=0"]
     flags += [f"--max-restarts={restarts}"]
@@ -198,50 +172,38 @@ def start_two(tmp_path: Path, coordinator: ScriptedCoordinator, meeting: str, re
     if meeting == "numbered":
         flags += ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
         numbers = [["--node-rank=0"], ["--node-rank=1"]]
-    return [Launch(tmp_path, coordinator.address, *flags, *number, script=PLAIN_SCRIPT) for number in numbers]
+    return [start(*flags, *number, script=PLAIN_SCRIPT) for number in numbers]
 
 
 @pytest.mark.parametrize("meeting", ["met", pytest.param("numbered", marks=pytest.mark.matrix)])
-def test_several_machines_restart_together(
-    meeting: str, tmp_path: Path, coordinator: ScriptedCoordinator
-) -> None:
-    launches = start_two(tmp_path, coordinator, meeting, restarts=2)
-    try:
-        ports = set()
-        for count in (1, 2, 3):
-            ranks = [launches[0].rank(number, count) for number in (0, 1)]
-            assert [rank.env["TORCHELASTIC_RESTART_COUNT"] for rank in ranks] == [str(count - 1)] * 2
-            assert len({rank.env["MASTER_PORT"] for rank in ranks}) == 1
-            ports.add(ranks[0].env["MASTER_PORT"])
-            if count == 2:  # one that has ended well begins again, too
-                launches[0].go(0)
-                wait_until(lambda rank=ranks[0]: not rank.alive, "its end")
-                (tmp_path / "go.0").unlink()
-            if count < 3:
-                os.kill(ranks[1].pid, signal.SIGKILL)
-        assert len(ports) == 3
-        for number in (0, 1):
-            launches[0].go(number)
-        ends = [launch.wait() for launch in launches]
-        assert [code for code, _ in ends] == [0, 0], ends
-        for _, said in ends:
-            assert "swift: rank 1: killed by SIGKILL: all ranks are restarted (1 of 2)\n" in said
-            assert "swift: rank 1: killed by SIGKILL: all ranks are restarted (2 of 2)\n" in said
-    finally:
-        for launch in launches:
-            launch.close()
+def test_several_machines_restart_together(start: Start, meeting: str, tmp_path: Path) -> None:
+    launches = start_two(start, meeting, restarts=2)
+    ports = set()
+    for count in (1, 2, 3):
+        ranks = [launches[0].rank(number, count) for number in (0, 1)]
+        assert [rank.env["TORCHELASTIC_RESTART_COUNT"] for rank in ranks] == [str(count - 1)] * 2
+        assert len({rank.env["MASTER_PORT"] for rank in ranks}) == 1
+        ports.add(ranks[0].env["MASTER_PORT"])
+        if count == 2:  # one that has ended well begins again, too
+            launches[0].go(0)
+            wait_until(lambda rank=ranks[0]: not rank.alive, "its end")
+            (tmp_path / "go.0").unlink()
+        if count < 3:
+            os.kill(ranks[1].pid, signal.SIGKILL)
+    assert len(ports) == 3
+    for number in (0, 1):
+        launches[0].go(number)
+    ends = [launch.wait() for launch in launches]
+    assert [code for code, _ in ends] == [0, 0], ends
+    for _, said in ends:
+        assert "swift: rank 1: killed by SIGKILL: all ranks are restarted (1 of 2)\n" in said
+        assert "swift: rank 1: killed by SIGKILL: all ranks are restarted (2 of 2)\n" in said
 
 
-def test_several_machines_end_together_without_a_restart(
-    tmp_path: Path, coordinator: ScriptedCoordinator
-) -> None:
-    launches = start_two(tmp_path, coordinator, "met", restarts=0)
-    try:
-        ranks = [launches[0].rank(number) for number in (0, 1)]
-        os.kill(ranks[1].pid, signal.SIGKILL)
-        ends = [launch.wait() for launch in launches]
-        assert [code for code, _ in ends] == [1, 1], ends
-        assert all("swift: rank 1: killed by SIGKILL: the job is stopped" in said for _, said in ends)
-    finally:
-        for launch in launches:
-            launch.close()
+def test_several_machines_end_together_without_a_restart(start: Start) -> None:
+    launches = start_two(start, "met", restarts=0)
+    ranks = [launches[0].rank(number) for number in (0, 1)]
+    os.kill(ranks[1].pid, signal.SIGKILL)
+    ends = [launch.wait() for launch in launches]
+    assert [code for code, _ in ends] == [1, 1], ends
+    assert all("swift: rank 1: killed by SIGKILL: the job is stopped" in said for _, said in ends)

@@ -55,50 +55,13 @@ def test_a_helper_is_killed(twins: Twins, tmp_path: Path) -> None:
     interrupted(report, helper=1, owner=2)
 
 
-def interrupted(report: dict[str, Any], helper: int, owner: int) -> dict[str, Any]:
+def interrupted(report: dict[str, Any], helper: int, owner: int) -> None:
     """What the report says of it: the owner did nothing twice, and whoever was left helped it again."""
     (cut,) = report["recoveries"][0]["interruptions"]
     assert (cut["helper"], cut["owner"], cut["steps_again"]) == (helper, owner, 0)
     # It ends with what is noticed of a death: no lease, and no timeout of those that waited for the helper.
     assert_no_lease_ended(report["recoveries"][0])
     assert report["recoveries"][0]["survivors_freed_seconds"] < LEASE_S
-    found: dict[str, Any] = cut
-    return found
-
-
-@pytest.mark.matrix
-def test_a_helper_is_killed_in_the_last_step(twins: Twins, tmp_path: Path) -> None:
-    """All but that step are done, and are kept; what is left is too little to help with."""
-    specs = ["rank=2,step=9,phase=idle", "rank=1,step=8,phase=replay,microbatch=1"]
-    arguments = ["--helpers", "2", "--microbatches", "7", "--spares", "2"]
-    report = passed(drill(*arguments, *kills(*specs), twins=twins, at=tmp_path))
-    cut = interrupted(report, helper=1, owner=2)
-    assert cut["steps_kept"] == 8 - newest(report)
-    assert cut["seconds"] is not None
-
-
-def newest(report: dict[str, Any]) -> int:
-    """The version from which the first replay began."""
-    return int(next(e["version"] for e in report["timeline"] if e["event"] == "replay_begin"))
-
-
-@pytest.mark.matrix
-def test_a_helper_of_a_stage_that_is_no_neighbour_is_killed(twins: Twins, tmp_path: Path) -> None:
-    """Then two stages are replayed that do not need each other: whichever would take longer is helped first."""
-    specs = ["rank=0,step=9,phase=idle", "rank=3,step=6,phase=replay,microbatch=4"]
-    arguments = ["--helpers", "3", "--microbatches", "8", "--spares", "2"]
-    report = passed(drill(*arguments, *kills(*specs), twins=twins, at=tmp_path))
-    cut = interrupted(report, helper=3, owner=0)
-    assert cut["seconds"] is not None
-    last = report["recoveries"][0]["generations"][-1]
-    begun = {
-        event["rank"]: event["helpers"]
-        for event in report["timeline"]
-        if event["event"] == "help_begin" and event["generation"] == last
-    }
-    assert begun
-    assert set(begun) <= {0, 3}
-    assert all(begun.values())
 
 
 def helping(directory: Path, mode: str, rank: int = 2, spares: int = 1) -> Run:
@@ -215,16 +178,6 @@ def test_whoever_cannot_help_does_not(twin: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.matrix
-def test_buffers_that_a_forward_changes(tmp_path: Path) -> None:
-    twin = run_trainer(tmp_path / "twin", "helping.py", "stateful", STEPS, ranks=4, faults=[])
-    run = helping(tmp_path / "run", "stateful")
-    (end,) = said(run, "help_end")
-    assert "changes buffers" in end["reason"]
-    assert end["steps"] == 0
-    same(run, twin)
-
-
-@pytest.mark.matrix
 @pytest.mark.parametrize(("schedule", "rank"), [("1f1b", 0), ("gpipe", 1), ("1f1b", 3)])
 @pytest.mark.parametrize("microbatches", [4, 7])
 @pytest.mark.parametrize("helpers", [0, 1, 2, 3])
@@ -240,24 +193,11 @@ def test_every_number_of_workers(
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("lost", "workers"), [([5], [4]), ([0, 4], [3, 3]), ([2, 3], [])])
-def test_eight_ranks(lost: list[int], workers: list[int], twins: Twins, tmp_path: Path) -> None:
-    """One lost; two that are no neighbours (six ranks are left to help, of which one may lag); two that are."""
+def test_two_of_eight_ranks(twins: Twins, tmp_path: Path) -> None:
+    """They are no neighbours. Six ranks are left to help, of which one may lag."""
     arguments = ["--stages", "8", "--helpers", "3", "--microbatches", "8", "--spares", "2"]
-    specs = [f"rank={rank},step=9,phase=idle" for rank in lost]
+    specs = [f"rank={rank},step=9,phase=idle" for rank in (0, 4)]
     report = passed(drill(*arguments, *kills(*specs), twins=twins, at=tmp_path))
     assert len(report["recoveries"]) == 1
-    found = [one["workers"] for one in shared(report)]
-    assert len(found) == len(workers)
-    assert all(mine >= least for mine, least in zip(found, workers, strict=True))
-
-
-@pytest.mark.matrix
-def test_the_owner_is_killed_again(twins: Twins, tmp_path: Path) -> None:
-    """Its helpers are as they were, and help whoever takes its place."""
-    arguments = ["--helpers", "2", "--microbatches", "7", "--spares", "2"]
-    specs = ["rank=2,step=9", "rank=2,phase=replay,microbatch=5"]
-    report = passed(drill(*arguments, *kills(*specs), twins=twins, at=tmp_path))
-    assert report["exact"] is True
-    assert len(report["recoveries"][0]["generations"]) == 2
-    assert [one["workers"] for one in shared(report)] == [3]
+    first, second = (one["workers"] for one in shared(report))
+    assert min(first, second) >= 3

@@ -176,22 +176,6 @@ def test_one_that_comes_back_makes_the_world_full_again(
 
 @pytest.mark.matrix
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("habit", "rank", "step"),
-    [
-        *(("ramps", rank, 7) for rank in (0, 1, 2)),
-        *(("asks", rank, 0) for rank in (1, 3)),
-    ],
-)
-def test_a_loss_while_shapes_are_learnt(habit: str, rank: int, step: int, tmp_path: Path) -> None:
-    """As in `test_adaptive`."""
-    outcome = run(tmp_path, (2, 2), [{"rank": rank, "step": step, "phase": "shapes"}], habit)
-    assert [event["rank"] for event in named(outcome, "left_vacant")] == [rank]
-    check_bits(outcome, (2, 2), {rank}, habit, exact=step > 0)
-
-
-@pytest.mark.matrix
-@pytest.mark.timeout(300)
 def test_without_a_whole_pipeline_the_lost_rank_moves_beside_another(tmp_path: Path) -> None:
     """Rank 2 stays away; without rank 1 neither pipeline is whole, so that one goes on in another process. With its
     pipeline alone it has nobody to try out with whether it computes what others do, so the job says so."""

@@ -41,6 +41,7 @@ POINTS = [
         "after-reply:3",
     ),
     *("before-acked:1", "after-acked:1", "after-acked:4", "before-tail:1", "before-tail:3", "after-tail:3"),
+    *("before-hand-over:1", "after-hand-over:1", "before-take:30,after-hand-over:1"),
     # And its successor, which asks the server what is there.
     *("assigned:30,before-learn:1", "assigned:30,after-learn:1", "before-acked:4,before-learn:3"),
 ]
@@ -51,6 +52,21 @@ def server(tmp_path: Path) -> Iterator[LogServer]:
     with LogServer(tmp_path / "log") as running:
         running.fence(1)
         yield running
+
+
+@pytest.fixture(params=["in memory", "sent"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How bodies get from a dying sidecar to the server."""
+    if request.param == "sent":
+        monkeypatch.setenv("SENDS", "1")
+
+
+@pytest.fixture
+def dying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that shows that it did."""
+    monkeypatch.setattr(Writer, "module", "tests.integration.dying_sidecar")
+    monkeypatch.setenv("DIE_ONCE", str(tmp_path / "died"))
+    return tmp_path / "died"
 
 
 @pytest.fixture(scope="module")
@@ -123,15 +139,13 @@ def test_the_logs_pace_is_known_to_the_trainer(server: LogServer) -> None:
     assert writer.stats.pace_bytes_per_s > 0.0
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("point", POINTS)
 def test_a_sidecar_killed_at_a_point_loses_and_doubles_nothing(
-    shared: LogServer, point: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shared: LogServer, point: str, dying: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Writer, "module", "tests.integration.dying_sidecar")
-    deaths = tmp_path / "deaths"
-    for name, value in (("DIE_AT", point), ("DIE_ONCE", str(deaths))):
-        monkeypatch.setenv(name, value)
-    job = point.replace(":", ".").replace(",", ".")
+    monkeypatch.setenv("DIE_AT", point)
+    job = f"{point}-{os.environ.get('SENDS', '')}".replace(":", ".").replace(",", ".")
     admin.fence(shared.address, job, 1, TIMEOUT_S)
     writer = Writer([shared.address], job, 1, queue_bytes=4 << 20, name="rank1")
     try:
@@ -143,7 +157,7 @@ def test_a_sidecar_killed_at_a_point_loses_and_doubles_nothing(
             put(writer, number)  # done again: compared, not sent; what was before a death as well
         writer.flush(TIMEOUT_S)
         # Enough goes on behind it for every point to be reached.
-        assert deaths.stat().st_size == writer.restarts == len(point.split(","))
+        assert dying.stat().st_size == writer.restarts == len(point.split(","))
         check(shared, 60, job)
         assert writer.stats.records + writer.stats.verified == 70
         put(writer, 57, b"\1" + body_of(57))
@@ -153,21 +167,19 @@ def test_a_sidecar_killed_at_a_point_loses_and_doubles_nothing(
         writer.close(0.0)
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("point", ["after-message:2", "after-message:5", "assigned:4", "before-tail:1"])
 def test_records_of_several_messages(
-    server: LogServer, point: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: LogServer, point: str, dying: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Writer, "module", "tests.integration.dying_sidecar")
-    deaths = tmp_path / "deaths"
-    for name, value in (("DIE_AT", point), ("DIE_ONCE", str(deaths))):
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("DIE_AT", point)
     bodies = [bytes([number]) * (9 << 20) for number in range(12)]
     writer = Writer([server.address], JOB, 1, queue_bytes=32 << 20)
     try:
         for number, body in enumerate(bodies):
             put(writer, number, body)
         writer.flush(60.0)
-        assert deaths.exists()
+        assert dying.exists()
         reader = LogReader([server.address], JOB)
         for number, body in enumerate(bodies):
             assert reader.digests(STREAMS[number % 3], 0, cancelled=never)[key(number // 3)] == digest_of(
@@ -180,7 +192,7 @@ def test_records_of_several_messages(
         writer.close(0.0)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.matrix) for n in (1, 2))])
 def test_sidecars_killed_at_random_lose_and_double_nothing(server: LogServer, seed: int) -> None:
     chance = random.Random(seed)
     writer = Writer([server.address], JOB, 1, queue_bytes=2 << 20, name="rank1")
@@ -229,12 +241,16 @@ def test_an_error_survives_the_sidecar_that_found_it(server: LogServer) -> None:
         writer.close(0.0)
 
 
-def test_expectations_and_generations_survive_the_sidecar(server: LogServer) -> None:
+def test_what_the_log_has_and_generations_survive_the_sidecar(server: LogServer) -> None:
+    """A predecessor of this rank has written one of its streams."""
+    before = Writer([server.address], JOB, 1)
+    put(before, 1, b"x")
+    put(before, 16, b"other")
+    before.close()
     writer = Writer([server.address], JOB, 1, patience_s=2.0)
     try:
         put(writer, 0)
         writer.flush(TIMEOUT_S)
-        writer.expect(STREAMS[1], {key(0): digest_of("uint8", (1,), b"x"), key(5): bytes(16)})
         server.fence(2)
         put(writer, 3)
         eventually(lambda: isinstance(writer._trouble, StaleGeneration))
@@ -253,14 +269,12 @@ def test_expectations_and_generations_survive_the_sidecar(server: LogServer) -> 
         writer.close(0.0)
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("point", ["before-discard:1", "after-discard:1"])
 def test_a_sidecar_killed_while_the_log_is_given_up(
-    server: LogServer, point: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: LogServer, point: str, dying: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Writer, "module", "tests.integration.dying_sidecar")
-    deaths = tmp_path / "deaths"
-    for name, value in (("DIE_AT", point), ("DIE_ONCE", str(deaths))):
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("DIE_AT", point)
     writer = Writer([server.address], JOB, 1)
     try:
         for number in range(9):
@@ -270,7 +284,7 @@ def test_a_sidecar_killed_while_the_log_is_given_up(
         put(writer, 9)  # stays in the ring
         admin.reset(server.address, JOB, 2, TIMEOUT_S)
         writer.restart(2)
-        assert deaths.exists()
+        assert dying.exists()
         for number in range(3, 9):
             put(writer, number, b"other")
         writer.flush(TIMEOUT_S)

@@ -1,13 +1,18 @@
 """`swift-ft run --standalone`: services of the job's own, which begin and end with it."""
 
+import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from swift_ft.lab.drill.cluster import own_environment
 from tests.integration.launch_world import Launch, assert_all_gone, wait_until
+from tests.integration.trainer_world import TRAINERS
 
 
 @pytest.fixture
@@ -95,3 +100,25 @@ def test_a_launcher_that_is_killed_leaves_nothing_and_the_job_can_go_on_at_once(
         else:
             killed = everything
     assert_all_gone(killed)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_run_whose_output_nobody_reads_any_more_goes_on(tmp_path: Path, unbuffered: str) -> None:
+    mishaps = [{"rank": rank, "what": "say", "times": 1000} for rank in (0, 1)]
+    mishaps += [{"rank": 1, "what": "kill", "step": 8}]
+    command = [sys.executable, "-P", "-m", "swift_ft.cli", "run", "--standalone", "--nproc-per-node=2"]
+    command += [str(TRAINERS / "unlucky.py"), str(tmp_path), "20", json.dumps(mishaps)]
+    read, write = os.pipe()
+    with subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env=own_environment() | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": unbuffered},
+        stdout=write,
+        stderr=write,
+    ) as run:
+        os.close(write)
+        with open(read) as pager:
+            while "rank 1: step 3" not in (line := pager.readline()):
+                assert line, "it has ended"
+        assert run.wait(100.0) == 0
+    assert all((tmp_path / f"saved{rank}").read_text().startswith("20 ") for rank in (0, 1))

@@ -17,11 +17,12 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from swift_ft import events, rpc
+from swift_ft import events
 from swift_ft._pb import coordinator_pb2, coordinator_pb2_grpc, log_pb2
 from swift_ft.log import admin
 from swift_ft.log.protocol import SERVICE, code_of, method, open_channel
 from swift_ft.log.record import RecordKey
+from swift_ft.rpc.client import make_member
 from tests.integration.coordinator_world import Coordinator
 from tests.integration.logserver_world import JOB, REPOSITORY, TIMEOUT_S, LogServer
 from tests.log_client import LogWriter
@@ -110,7 +111,7 @@ def test_a_second_signal_kills_a_coordinator_that_waits(
     with contextlib.closing(sqlite3.connect(tmp_path / "meta" / "coordinator.sqlite")) as lock:
         lock.execute("BEGIN EXCLUSIVE")
         with grpc.insecure_channel(coordinator.address) as channel:
-            member = rpc.make_member(0)
+            member = make_member(0)
             request = coordinator_pb2.JoinRequest(job="a", member=member, world_size=1)
             stub = coordinator_pb2_grpc.CoordinatorStub(channel)
             hanging = stub.Join.future(request, wait_for_ready=True)

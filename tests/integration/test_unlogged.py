@@ -15,7 +15,7 @@ MEANWHILE = 10
 
 class Run(watched.Run):
     def __init__(self, directory: Path) -> None:
-        super().__init__(directory, "dropping.py", STEPS, PAUSE_S, ranks=2, spares=1)
+        super().__init__(directory, "long_interval.py", STEPS, PAUSE_S, "drop", ranks=2, spares=1)
 
     def stop_log_server(self) -> None:
         """Until each rank has dropped something."""
@@ -27,7 +27,7 @@ class Run(watched.Run):
 @pytest.fixture(scope="module")
 def twin(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> list[watched.Digests]:
     place = tmp_path_factory.mktemp("twin")
-    return watched.undisturbed(forks, place, "dropping.py", STEPS, ranks=2)
+    return watched.undisturbed(forks, place, "long_interval.py", STEPS, "drop", ranks=2)
 
 
 @pytest.mark.timeout(240)

@@ -95,3 +95,13 @@ def until_over(
 def found_in(directory: Path, output: str) -> Run:
     digests = {path.name: json.loads(path.read_text()) for path in (directory / "digests").glob("*.json")}
     return {"digests": digests, "events": events.read(directory / "events"), "output": output}
+
+
+def named(run: Run, event: str) -> list[Event]:
+    return [each for each in run["events"] if each["event"] == event]
+
+
+def check_same(run: Run, twin: Run) -> None:
+    """Of every version, and at a recovery, all that was digested is as in `twin`."""
+    for name, digests in run["digests"].items():
+        assert digests == twin["digests"][name.removesuffix(".json").split("-g")[0] + ".json"], name

@@ -32,6 +32,7 @@ class Run:
         *more: str,
         ranks: int,
         spares: int,
+        kind: type[ForkedCluster] = ForkedCluster,
         **cluster: Any,
     ) -> None:
         self.directory = directory
@@ -39,7 +40,7 @@ class Run:
         self.ranks = ranks
         self.trace: list[Event] = []
         self._in_haste = directory / "haste"
-        self.cluster = ForkedCluster(
+        self.cluster = kind(
             directory,
             ranks=ranks,
             spares=spares,

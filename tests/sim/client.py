@@ -8,6 +8,7 @@ from swift_ft.log.protocol import Reason
 from swift_ft.log.sender_core import LinkCore, Outgoing
 from tests.sim.checkers import Checkers
 from tests.sim.kernel import Network, Process
+from tests.sim.memory import NEAR, SimMemory, whole
 from tests.sim.server import JOB, Call, ServerProcess, at
 
 
@@ -22,7 +23,12 @@ class SimLink:
         generation: int,
         server_name: str,
         find_server: Callable[[], ServerProcess | None],
+        memory: SimMemory,
+        freed: Callable[[], None],
     ) -> None:
+        """``freed()``: something was acknowledged."""
+        self._memory = memory
+        self._freed = freed
         self.core = LinkCore(server_name, JOB, generation, process.kernel.now, "")
         self._process = process
         self._network = network
@@ -43,6 +49,12 @@ class SimLink:
             self._call = None
         self._waiting = False
         self._go_on()
+
+    @property
+    def places(self) -> set[int]:
+        """Where the bodies are that it may still send."""
+        streams = self.core._streams.values()
+        return {record.place for stream in streams for record in (*stream.sent, *stream.unsent)}
 
     def give_up(self) -> list[Outgoing]:
         """Nobody speaks to that server any more; what it has not acknowledged."""
@@ -81,7 +93,7 @@ class SimLink:
 
     def _pump(self, call: Call) -> None:
         while (message := self.core.next_message(call.number)) is not None:
-            self._checkers.sent(at(self._server_name, self._process.name), message)
+            self._checkers.sent(at(self._server_name, self._process.name), whole(message, self._memory))
             self._send(call, message)
 
     def _send(self, call: Call, message: bytes | None) -> None:
@@ -93,8 +105,14 @@ class SimLink:
     def _on_reply(self, call: Call, reply: log_pb2.AppendReply) -> None:
         if call is not self._call:
             return
+        session = call.session
+        if reply.HasField("welcome") and session is not None and self._process.kernel.chance(NEAR):
+            self._process.kernel.count("memory handed over")
+            session.memory = self._memory
+            self.core.share(call.number)
         try:
-            self.core.on_reply(call.number, reply, self._process.kernel.now)
+            if self.core.on_reply(call.number, reply, self._process.kernel.now):
+                self._freed()
         except SwiftError as error:
             self.core.on_error(error)
             self.break_call(call, told=False)

@@ -212,10 +212,10 @@ class Coordinator(Process):
 
     def _begin_anew(self, generation: int, name: str) -> None:
         assert self.job is not None
-        change = log_placement.used_anew(self.job.row, self.job.places, generation, name)
-        if change is not None:
+        before = self.job.row.generation
+        self._guarded(lambda: self._apply(m.LogLost(generation=generation, address=name)))
+        if self.job.row.generation > before:
             self.kernel.count("log server used anew")
-            self._guarded(lambda: self._apply(change))
 
     # -- effects --------------------------------------------------------------------------------------
 

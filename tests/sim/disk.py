@@ -10,8 +10,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from swift_ft.log.frame import Bytes
 from swift_ft.log.segment import BLOCK_BYTES
+from swift_ft_services.logserver.shared_memory import Part
 from tests.sim.kernel import Kernel
 
 ROOT = Path("/log")
@@ -46,8 +46,8 @@ class SimFile:
         buffer[: len(found)] = found
         return len(found)
 
-    def write(self, offset: int, parts: Sequence[Bytes]) -> None:
-        data = b"".join(parts)
+    def write(self, offset: int, parts: Sequence[Part]) -> bytes:
+        data = b"".join(map(bytes, parts))
         assert offset % BLOCK_BYTES == 0
         assert len(data) % BLOCK_BYTES == 0
         self._disk.step()
@@ -57,6 +57,7 @@ class SimFile:
             self._partial = True
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._change(offset, data)
+        return data[-BLOCK_BYTES:]
 
     def reserve(self, size: int) -> None:
         if self._disk.no_space_for(self.path):
@@ -79,9 +80,6 @@ class SimFile:
         if self._disk.no_space_for(self.path):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._change(offset, data)
-
-    def is_there(self) -> bool:
-        return True
 
     def close(self) -> None:
         pass
@@ -206,6 +204,9 @@ class SimDisk:
         file = SimFile(self, str(path))
         folder[path.name] = file
         return file
+
+    def descriptor(self, path: Path) -> int:
+        raise OSError("the simulation lends no files")
 
     def open(self, path: Path) -> SimFile:
         file = self._folders.get(str(path.parent), {}).get(path.name)

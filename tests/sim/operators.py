@@ -2,7 +2,7 @@
 are. Each is a fault of `tests.sim.faults`, with a name.
 """
 
-from swift_ft_services.coordinator import commands as m
+from swift_ft._pb import coordinator_pb2 as pb
 from tests.sim.world import World
 
 
@@ -21,7 +21,7 @@ def gives_up(world: World) -> bool:
     if not in_use:
         return False
     add = _another(world) if world.operators.random() < 0.5 else ""
-    world.say(m.ChangeLogServers(lost=world.operators.choice(in_use), add=add))
+    world.say(pb.ChangeLogServersRequest(lost=world.operators.choice(in_use), add=add))
     return True
 
 
@@ -34,9 +34,12 @@ def adds(world: World) -> bool:
     if lost and world.operators.random() < 0.4:
         # Under the same address: it is given up, and then named again.
         world.bring_server(lost)
-        world.say(m.ChangeLogServers(lost=lost), then=lambda: world.say(m.ChangeLogServers(add=lost)))
+        world.say(
+            pb.ChangeLogServersRequest(lost=lost),
+            then=lambda: world.say(pb.ChangeLogServersRequest(add=lost)),
+        )
     else:
-        world.say(m.ChangeLogServers(lost=lost, add=_another(world)))
+        world.say(pb.ChangeLogServersRequest(lost=lost, add=_another(world)))
     return True
 
 

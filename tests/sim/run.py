@@ -1,11 +1,9 @@
 """Seeds: one, or many over several processes; and what they reached."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent import futures
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 from swift_ft_services.logserver import reading
@@ -14,38 +12,20 @@ from tests.sim.faults import inject
 from tests.sim.world import Outcome, World
 
 
-class _AtOnce:
-    """An executor without a thread."""
-
-    def __init__(self, *_: object, **__: object) -> None: ...
-
-    def submit(self, work: Callable[..., Any], *args: Any) -> "futures.Future[Any]":
-        done: futures.Future[Any] = futures.Future()
-        try:
-            done.set_result(work(*args))
-        except OSError as error:
-            done.set_exception(error)
-        return done
-
-    def shutdown(self, *_: object, **__: object) -> None: ...
-
-
 @contextmanager
-def _without_threads() -> Iterator[None]:
-    """Readers read ahead in a thread. Here they do so at once, into less memory."""
+def _small_messages() -> Iterator[None]:
     module: Any = reading
-    before, size = module.futures, reading.MESSAGE_BYTES
-    module.futures = SimpleNamespace(ThreadPoolExecutor=_AtOnce, Future=futures.Future, wait=futures.wait)
-    reading.MESSAGE_BYTES = 1 << 16
+    size = module.MESSAGE_BYTES
+    module.MESSAGE_BYTES = 1 << 16
     try:
         yield
     finally:
-        module.futures, reading.MESSAGE_BYTES = before, size
+        module.MESSAGE_BYTES = size
 
 
 def run_seed(seed: int) -> Outcome:
     """The same for the same seed, always."""
-    with _without_threads():
+    with _small_messages():
         return _run(seed)
 
 

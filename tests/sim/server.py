@@ -12,16 +12,18 @@ from swift_ft.log.protocol import Fsync, Reason, split_frames
 from swift_ft.log.record import stream_tag
 from swift_ft_services.logserver import procedures
 from swift_ft_services.logserver.append_session import Appends, Commits, Gathered, Quarantined, Queued, Target
-from swift_ft_services.logserver.core import JobState, Refusal, StreamState
+from swift_ft_services.logserver.core import JobState, Refusal, Refused, StreamState
 from swift_ft_services.logserver.procedures import Clean, Forget, Save, Settle
 from swift_ft_services.logserver.reading import Reading
 from swift_ft_services.logserver.segments import StorageFailed, StorageFull
-from swift_ft_services.logserver.state import AppendCall, EngineConfig, Refused, ServerState
+from swift_ft_services.logserver.shared_memory import BodyChanged
+from swift_ft_services.logserver.state import AppendCall, EngineConfig, ServerState
 from swift_ft_services.logserver.storage import DirectoryStorage
 from swift_ft_services.logserver.storage_interface import Write
 from tests.sim.checkers import Checkers, Violation
 from tests.sim.disk import ROOT, PowerCut, SimDisk
 from tests.sim.kernel import Kernel, Network, Process
+from tests.sim.memory import written
 
 JOB = "job"
 SEGMENT_BYTES = 1000
@@ -136,8 +138,8 @@ class Observed(Commits):
     def put(self, session: AppendCall, stream: StreamState, write: Write, fsync: Fsync) -> None:
         outbox = session.outbox
         assert isinstance(outbox, Outbox)
-        for part in write.frame:
-            self._server.checkers.accepted(self._server.name, outbox.call.writer, bytes(part))
+        frame = b"".join(map(written, write.frame))
+        self._server.checkers.accepted(self._server.name, outbox.call.writer, frame)
         super().put(session, stream, write, fsync)
 
 
@@ -189,8 +191,8 @@ class ServerProcess(Process):
             if job.apart:
                 raise Violation("set apart", job.apart)
             self._appends.take_over(job, kernel.now)
-            kernel.counts["record recovered"] += sum(len(found.entries) for found in job.streams)
-            kernel.counts["torn tail cut off"] += sum(bool(found.torn_bytes) for found in job.streams)
+            kernel.counts["record recovered"] += sum(len(found.by_sequence) for found in job.streams)
+            kernel.counts["torn tail cut off"] += len(job.torn_bytes)
             kernel.counts["hole found at a start"] += sum(bool(found.holes) for found in job.streams)
         if fsync is Fsync.INTERVAL:
             self.later(0.1, self._interval)
@@ -239,14 +241,14 @@ class ServerProcess(Process):
         if session is None or session.ended:
             return
         try:
-            frames = split_frames(message)
+            frames, shared = split_frames(message), b""
             if frames is None:
                 request = log_pb2.AppendRequest.FromString(message)
                 for opening in request.opens:
                     self._appends.open(session, opening, self.kernel.now)
-                frames = memoryview(request.frames)
-            if frames:
-                self._appends.accept(session, self._appends.parse(session, frames))
+                frames, shared = memoryview(request.frames), request.shared
+            if frames or shared:
+                self._appends.accept(session, self._appends.parse(session, frames, shared))
         except Refused as refused:
             if isinstance(refused, Quarantined):
                 self.kernel.count("stream quarantined")
@@ -286,8 +288,9 @@ class ServerProcess(Process):
     def _commit(self, batch: list[Queued], sync: bool) -> None:
         try:
             unmended = self.storage.commit([queued.write for queued in batch], sync)
-        except (StorageFull, StorageFailed) as error:
-            self.kernel.count("disk full" if isinstance(error, StorageFull) else "storage failed")
+        except (StorageFull, StorageFailed, BodyChanged) as error:
+            names = {StorageFull: "disk full", StorageFailed: "storage failed", BodyChanged: "body changed"}
+            self.kernel.count(names[type(error)])
             self._commits.gave_up(error, batch, self.kernel.now)
             self._committing = False
             self._wake()
@@ -361,7 +364,7 @@ class ServerProcess(Process):
         except (StorageFull, StorageFailed) as error:
             reason = Reason.FULL if isinstance(error, StorageFull) else Reason.CLOSED
             try:
-                procedure.throw(Refused(Refusal(reason, str(error))))
+                procedure.throw(Refused(reason, str(error)))
             except Refused as refused:
                 self._answer(answer, refused.refusal, None)
 

@@ -19,6 +19,8 @@ MORE = 2000
 # What a run of so many seeds must have seen, or it proves little.
 REACHED = (
     *(f"fault: {name}" for name, _ in (*FAULTS, *OPERATIONS)),
+    "body changed",
+    "body overwritten for a while",
     "byte damaged",
     "coordinator killed between two effects",
     "coordinator: checkpoint_asked",
@@ -32,6 +34,7 @@ REACHED = (
     "job FINISHED",
     "killed between two operations of the disk",
     "log server used anew",
+    "memory handed over",
     "mended",
     "message doubled",
     "message lost",

@@ -161,16 +161,9 @@ class Trainer(Process):
     def _tick(self) -> None:
         self.later(self.kernel.between(0.05, 0.15), self._tick)
         if not self._joined:
-            join = m.Join(
-                rank=self.rank,
-                incarnation=self.name,
-                pid=1,
-                host=self.name,
-                world_size=self.world.ranks,
-                config={},
-                fingerprint={},
-            )
-            self._joined = self.say("join", join)
+            member = pb.Member(rank=self.rank, incarnation=self.name, pid=1, host=self.name)
+            join = pb.JoinRequest(member=member, world_size=self.world.ranks)
+            self._joined = self.say("join", m.Join(join))
             return
         if self.shown is None:
             return

@@ -24,6 +24,8 @@ from tests.sim.trainer import UNLOADABLE, Trainer
 
 FAULTS_UNTIL_S = 14.0
 GRACE_S = 90.0
+DROPPING = 0.25
+"""Share of the worlds whose writers drop records."""
 OPERATED = 0.125
 """Of the worlds."""
 LEGITIMATE_ENDS = ("in a row",)
@@ -58,7 +60,7 @@ class World:
             self.names, self.log_lost_s = ["log0", "log1", "log2"], 6.0
             self.copies = self.places.choice((1, 2, 2))
         drops = random.Random(f"drops {seed}")
-        self.drop_queue = drops.choice((1, 2, 3, 5)) if drops.random() < 0.25 else 0
+        self.drop_queue = drops.choice((1, 2, 3, 5)) if drops.random() < DROPPING else 0
         self.operators = random.Random(f"operators {seed}")
         self.operated = self.operators.random() < OPERATED
         """Operators give servers up and name others, and disks come back empty."""
@@ -294,9 +296,9 @@ class World:
             living = next((name for name in self.names if name not in self.lost), self.names[0])
             self.bring_server(living)
             self.kernel.count("operator: brings a server back at the end")
-            self.say(m.ChangeLogServers(lost=gone[0] if gone else "", add=living))
+            self.say(pb.ChangeLogServersRequest(lost=gone[0] if gone else "", add=living))
         elif gone and not self.log_lost_s:
-            self.say(m.ChangeLogServers(lost=gone[0]))
+            self.say(pb.ChangeLogServersRequest(lost=gone[0]))
 
     def _launcher(self) -> None:
         """Every rank has a process, or gets one."""

@@ -8,15 +8,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
+import crc32c
+
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.errors import LogUnavailable, SwiftError
-from swift_ft.log.frame import CODEC_NONE, checksum
+from swift_ft.log.frame import CODEC_NONE
 from swift_ft.log.record import MARK_DTYPE, MARK_SHAPE, RecordKey, digest_of, stream_tag
 from swift_ft.log.sender_core import Outgoing
 from tests.sim.checkers import Checkers
 from tests.sim.client import SimLink
 from tests.sim.dropping import Dropping
 from tests.sim.kernel import Network, Process
+from tests.sim.memory import SimMemory
 from tests.sim.server import JOB, ServerProcess, at
 
 PATIENCE_S = 12.0
@@ -52,6 +55,7 @@ class SimWriter:
         self._refuse = refuse
         self._known: dict[str, dict[RecordKey, _Logged]] = {}
         self._generation = 0
+        self._memory = SimMemory(process)
 
     @property
     def backlog(self) -> int:
@@ -96,8 +100,13 @@ class SimWriter:
                 self._generation,
                 name,
                 lambda: self._world.servers()[name],
+                self._memory,
+                self._free,
             )
         return link
+
+    def _free(self) -> None:
+        self._memory.keep(set().union(*(link.places for link in self.links.values())))
 
     def append(self, stream: str, step: int, body: bytes, keep: bool = False) -> None:
         """``keep``: it is not dropped."""
@@ -140,8 +149,9 @@ class SimWriter:
             raw_bytes=len(body),
             codec=CODEC_NONE,
             stored=body,
-            body_crc=checksum(body),
+            body_crc=crc32c.crc32c(body),
             digest=digest,
+            place=self._memory.put(body) if body and missing else -1,
         )
         for name in missing:
             self._link(name).enqueue(replace(record))

@@ -34,7 +34,15 @@ _RECORDS_MAX = 60
 
 def open_writer(address: str, generation: int, name: str) -> LogWriter:
     """The one place that says how a soaked writer reaches the log."""
-    return LogWriter([address], JOB, generation, records_max=_RECORDS_MAX, patience_s=PATIENCE_S, name=name)
+    return LogWriter(
+        [address],
+        JOB,
+        generation,
+        records_max=_RECORDS_MAX,
+        queue_bytes=1 << 27,
+        patience_s=PATIENCE_S,
+        name=name,
+    )
 
 
 def sequence_of(step: int, microbatch: int) -> int:

@@ -11,6 +11,7 @@
 FAIL: a record that a writer was told is durable cannot be read, or differs; or memory is not flat.
 """
 
+import json
 import queue
 import random
 import signal
@@ -20,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from swift_ft.cli_parser import Parser
 from swift_ft.errors import ServiceError, SwiftError, UsageError
@@ -48,21 +49,31 @@ class Broken(Exception):
     """The log did not keep its word."""
 
 
-class Settings(Protocol):
-    """What a run needs of its configuration."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SoakConfig:
+    """What is soaked, for how long."""
+
+    seconds: float
+    kill_every_s: float
+    seed: int = 0
+    streams: int = 2
+    disk_bytes: int = 2 << 30
+    """Of records, at most. Writers wait for a trim before that."""
+    server: tuple[str, ...] = SERVER
+    """The command of the log server, without flags."""
+    memory: Rule = field(default_factory=Rule)
+
+    def __post_init__(self) -> None:
+        if self.seconds <= 0 or self.kill_every_s <= 0 or self.streams < 1:
+            raise UsageError("--minutes and --kill-every must be positive, --writers 1 or more")
+        if self.window_steps < 4 * FLUSH_STEPS:
+            least = 4 * FLUSH_STEPS * STEP_BYTES * self.streams >> 20
+            raise UsageError(f"--disk-mib {self.disk_bytes >> 20} is too little: give at least {least + 1}")
 
     @property
-    def seconds(self) -> float: ...
-    @property
-    def kill_every_s(self) -> float: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def streams(self) -> int: ...
-    @property
-    def window_steps(self) -> int: ...
-    @property
-    def server(self) -> tuple[str, ...]: ...
+    def window_steps(self) -> int:
+        """How many steps of every stream may be kept, a multiple of `FLUSH_STEPS`."""
+        return self.disk_bytes // (STEP_BYTES * self.streams) // FLUSH_STEPS * FLUSH_STEPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +130,7 @@ def limit(trimmed: int, window_steps: int) -> int:
 class Soak:
     """``with Soak(...) as soak: soak.run()``. Raises Broken at the first record that is not as it must be."""
 
-    def __init__(self, config: Settings, directory: Path, account: Account) -> None:
+    def __init__(self, config: SoakConfig, directory: Path, account: Account) -> None:
         self._config = config
         self._account = account
         self._draw = random.Random(config.seed)
@@ -407,33 +418,6 @@ class Soak:
 EXIT_CODES = {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 3}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SoakConfig:
-    """What is soaked, for how long."""
-
-    seconds: float
-    kill_every_s: float
-    seed: int = 0
-    streams: int = 2
-    disk_bytes: int = 2 << 30
-    """Of records, at most. Writers wait for a trim before that."""
-    server: tuple[str, ...] = SERVER
-    """The command of the log server, without flags."""
-    memory: Rule = field(default_factory=Rule)
-
-    def __post_init__(self) -> None:
-        if self.seconds <= 0 or self.kill_every_s <= 0 or self.streams < 1:
-            raise UsageError("--minutes and --kill-every must be positive, --writers 1 or more")
-        if self.window_steps < 4 * FLUSH_STEPS:
-            least = 4 * FLUSH_STEPS * STEP_BYTES * self.streams >> 20
-            raise UsageError(f"--disk-mib {self.disk_bytes >> 20} is too little: give at least {least + 1}")
-
-    @property
-    def window_steps(self) -> int:
-        """How many steps of every stream may be kept, a multiple of `FLUSH_STEPS`."""
-        return self.disk_bytes // (STEP_BYTES * self.streams) // FLUSH_STEPS * FLUSH_STEPS
-
-
 def soak(config: SoakConfig, directory: Path) -> dict[str, Any]:
     """Runs it, and judges. ServiceError: it could not be run."""
     account = Account()
@@ -492,32 +476,6 @@ def _growth(judged: soak_memory.Judged) -> str:
     return f"{judged.percent_per_minute:+.1f} % a minute, {judged.thirds_percent:+.0f} % from first to last third"
 
 
-def table(result: dict[str, Any]) -> str:
-    """The result as text: what was acknowledged, compared and killed, and a line of memory for each role."""
-    kills = [kill["what"] for kill in result["kills"]]
-    counted = ", ".join(f"{kills.count(what)} x {what}" for what in dict.fromkeys(kills)) or "none"
-    lines = [
-        f"{result['machine']}; {result['seconds']:.0f} s, seed {result['seed']}",
-        "",
-        f"{'acknowledged':<22}{result['acked_bytes'] / 1e9:9.1f} GB, {result['rate_mb_s']:.0f} MB/s over all; "
-        f"writers held back {100 * result['held_back']:.0f} % of the time for the disk",
-        f"{'compared bit for bit':<22}{result['compared_bytes'] / 1e9:9.1f} GB, {result['compared_records']} records; "
-        f"{result['overtaken_by_trims']} readings overtaken by a trim",
-        f"{'killed':<22}{len(kills):9d} times: {counted}",
-        f"{'sent again, taken over':<22}{result['resent_records']:9d} records, {result['taken_over_records']} records",
-        f"{'on disk at most':<22}{result['kept_bytes_max'] / 1e9:9.1f} GB of records; {result['trims']} trims",
-        "",
-        f"{'memory':<22}{'median MiB':>10}{'% a minute':>12}{'last third':>12}{'seen s':>8}{'lives':>7}",
-    ]
-    for judged in result["memory"]:
-        words = {True: "flat", False: "grows", None: "not judged"}[judged["flat"]]
-        lines.append(
-            f"{judged['role']:<22}{judged['median_bytes'] / (1 << 20):10.0f}{judged['percent_per_minute']:+12.2f}"
-            f"{judged['thirds_percent']:+11.1f}%{judged['observed_s']:8.0f}{judged['lives']:7d}  {words}"
-        )
-    return "\n".join([*lines, result["memory_rule"], "", f"{result['verdict']}: {result['reason']}"])
-
-
 def make_parser() -> Parser:
     parser = Parser(
         prog="scripts/soak",
@@ -558,7 +516,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"swift: stopped after {time.monotonic() - began:.0f} s; nothing is judged", file=sys.stderr)
         return EXIT_CODES["INCONCLUSIVE"]
     result = {"machine": on, **judged}
-    print(table(result))
+    print(json.dumps(result, indent=1))
     output.write_json(arguments.json, result)
     return EXIT_CODES[result["verdict"]]
 

@@ -12,8 +12,7 @@ from torch import nn
 import swift_ft
 
 with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
-    torch.manual_seed(0)
-    model = session.module(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).to(probe.device()))
+    model = session.module(probe.net())
     optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
     scaler = torch.amp.GradScaler(probe.device(), init_scale=2.0**18, growth_interval=2)
     session.register(scaler=scaler)
@@ -29,5 +28,4 @@ with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as
         scaler.update()
         probe.note(step, loss, scaler.get_scale())
 
-    session.run(train_step, num_steps=probe.steps())
-    probe.end(session, model=model, optimizer=optimizer, scaler=scaler)
+    probe.run(session, train_step, model=model, optimizer=optimizer, scaler=scaler)

@@ -42,5 +42,4 @@ with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as
         optimizer.step()
         probe.note(step, loss)
 
-    session.run(train_step, num_steps=probe.steps())
-    probe.end(session, model=model, optimizer=optimizer)
+    probe.run(session, train_step, model=model, optimizer=optimizer)

@@ -22,8 +22,7 @@ class Numbers(torch.utils.data.Dataset):
 
 
 with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
-    torch.manual_seed(0)
-    model = session.module(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
+    model = session.module(probe.net())
     optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
 
     loader = torch.utils.data.DataLoader(Numbers(), batch_size=16, shuffle=True)
@@ -42,5 +41,4 @@ with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as
         optimizer.step()
         probe.note(step, loss)
 
-    session.run(train_step, num_steps=probe.steps())
-    probe.end(session, model=model, optimizer=optimizer)
+    probe.run(session, train_step, model=model, optimizer=optimizer)

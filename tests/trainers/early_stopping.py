@@ -36,8 +36,7 @@ class Patience:
 
 
 with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
-    torch.manual_seed(0)
-    model = session.module(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
+    model = session.module(probe.net())
     optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
     patience = Patience()
     session.register(patience=patience)

@@ -8,7 +8,6 @@ import contextlib
 
 import probe
 import torch
-from torch import nn
 
 import swift_ft
 
@@ -18,20 +17,14 @@ class StopTraining(Exception):
 
 
 with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
-    torch.manual_seed(0)
-    model = session.module(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
+    model = session.module(probe.net())
     optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
 
     def train_step(step: int) -> None:
-        x, y = probe.batch(step, session.dp_rank)
-        loss = nn.functional.mse_loss(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        loss = probe.update(session, model, optimizer, step)
         probe.note(step, loss)
         if step == 9:
             raise StopTraining
 
     with contextlib.suppress(StopTraining):
-        session.run(train_step, num_steps=probe.steps())
-    probe.end(session, model=model, optimizer=optimizer)
+        probe.run(session, train_step, model=model, optimizer=optimizer)

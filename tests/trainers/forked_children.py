@@ -24,13 +24,12 @@ def fork(step: int) -> int:
 
 
 with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
-    torch.manual_seed(0)
-    model = session.module(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
+    model = session.module(probe.net())
     optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
 
     def train_step(step: int) -> None:
-        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1000 * step + session.dp_rank))
-        loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
+        x, y = probe.batch(step, session.dp_rank)
+        loss = nn.functional.mse_loss(model(x), y)
         optimizer.zero_grad()
         loss.backward()
         which = fork(step)

@@ -31,5 +31,4 @@ with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as
         g_optimizer.step()
         probe.note(step, d_loss, g_loss)
 
-    session.run(train_step, num_steps=probe.steps())
-    probe.end(session, d=d, g=g, d_optimizer=d_optimizer, g_optimizer=g_optimizer)
+    probe.run(session, train_step, d=d, g=g, d_optimizer=d_optimizer, g_optimizer=g_optimizer)

@@ -64,5 +64,4 @@ with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as
                 kept.lerp_(new, 0.1)
         probe.note(step, total, norm)
 
-    session.run(train_step, num_steps=probe.steps())
-    probe.end(session, model=model, optimizer=optimizer, average=average, scheduler=scheduler)
+    probe.run(session, train_step, model=model, optimizer=optimizer, average=average, scheduler=scheduler)

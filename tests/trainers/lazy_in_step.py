@@ -14,14 +14,4 @@ with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as
     torch.manual_seed(0)
     model = session.module(nn.Sequential(nn.LazyLinear(16), nn.Tanh(), nn.LazyLinear(1)))
     optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
-
-    def train_step(step: int) -> None:
-        x, y = probe.batch(step, session.dp_rank)
-        loss = nn.functional.mse_loss(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        probe.note(step, loss)
-
-    session.run(train_step, num_steps=probe.steps())
-    probe.end(session, model=model, optimizer=optimizer)
+    probe.run(session, probe.usual_step(session, model, optimizer), model=model, optimizer=optimizer)

@@ -3,10 +3,6 @@
 # verdict: same bits
 # worlds: 1, 2
 
-import json
-import os
-from pathlib import Path
-
 import probe
 import torch
 from torch import nn
@@ -14,8 +10,7 @@ from torch import nn
 import swift_ft
 
 with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
-    torch.manual_seed(0)
-    model = session.module(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
+    model = session.module(probe.net())
     optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
 
     def train_step(step: int) -> None:
@@ -28,7 +23,6 @@ with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as
         probe.note(step, loss)
 
     session.run(train_step, num_steps=probe.steps())
-    folder = Path(os.environ["SWIFT_CHECKPOINT_DIR"], os.environ["SWIFT_JOB"], "metrics")
-    lines = [json.loads(line) for line in (folder / f"rank{session.rank}.jsonl").read_text().splitlines()]
+    lines = probe.logged(session)
     assert [line["step"] for line in lines] == list(range(probe.steps()))
     probe.end(session, model=model, optimizer=optimizer, lines=[line["loss"] for line in lines])

@@ -36,17 +36,11 @@ with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as
     )
 
     def train_step(step: int) -> None:
-        generator = torch.Generator().manual_seed(1000 * step + session.dp_rank)
-        x = torch.randn(16, 8, generator=generator)
-        loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        loss = probe.update(session, model, optimizer, step)
         if step % 4 == 3:
             torch.manual_seed(step)
             net.merge()
             optimizer.state.clear()
         probe.note(step, loss)
 
-    session.run(train_step, num_steps=probe.steps())
-    probe.end(session, model=model, optimizer=optimizer)
+    probe.run(session, train_step, model=model, optimizer=optimizer)

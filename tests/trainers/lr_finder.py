@@ -9,13 +9,11 @@ import copy
 
 import probe
 import torch
-from torch import nn
 
 import swift_ft
 
 with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
-    torch.manual_seed(0)
-    model = session.module(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
+    model = session.module(probe.net())
     optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
     before = copy.deepcopy(model.state_dict())
     history: list[float] = []
@@ -23,11 +21,7 @@ with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as
     def train_step(step: int) -> None:
         for group in optimizer.param_groups:
             group["lr"] = 1e-5 * 2.0**step
-        x, y = probe.batch(step, session.dp_rank)
-        loss = nn.functional.mse_loss(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        loss = probe.update(session, model, optimizer, step)
         history.append(float(loss))
         probe.note(step, loss)
 

@@ -10,16 +10,15 @@ from torch import nn
 import swift_ft
 
 with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
-    torch.manual_seed(0)
-    model = session.module(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
+    model = session.module(probe.net())
     matrices = [p for p in model.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if p.ndim != 2]
     muon = session.optimizer(torch.optim.Muon(matrices, lr=1e-2))
     adam = session.optimizer(torch.optim.AdamW(others, lr=1e-2))
 
     def train_step(step: int) -> None:
-        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1000 * step + session.dp_rank))
-        loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
+        x, y = probe.batch(step, session.dp_rank)
+        loss = nn.functional.mse_loss(model(x), y)
         muon.zero_grad()
         adam.zero_grad()
         loss.backward()
@@ -27,5 +26,4 @@ with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as
         adam.step()
         probe.note(step, loss)
 
-    session.run(train_step, num_steps=probe.steps())
-    probe.end(session, model=model, muon=muon, adam=adam)
+    probe.run(session, train_step, model=model, muon=muon, adam=adam)

@@ -1,39 +1,29 @@
-"""session.clip_grad_norm_ over all stages, and a scheduler."""
+"""session.clip_grad_norm_ over all stages, a scheduler, and session.log behind the update: every step once."""
 
 # verdict: same bits
 # worlds: 2
 
 import probe
 import torch
-from torch import nn
-from torch.distributed.pipelining import Schedule1F1B
 
 import swift_ft
 
 with swift_ft.Session.from_env(checkpoint_every=5) as session:
-    rank, ranks = session.pipeline_rank, session.pipeline_ranks
-    torch.manual_seed(rank)
-    module = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    stage = session.pipeline_stage(module, rank, ranks)
-    schedule = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
-    optimizer = session.optimizer(torch.optim.AdamW(module.parameters(), lr=1e-2))
+    module, schedule, optimizer = probe.pipeline(session)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
-    session.register(schedule=schedule, scheduler=scheduler)
+    session.register(scheduler=scheduler)
 
     def train_step(step: int) -> None:
-        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1000 * step + session.dp_rank))
-        losses: list[torch.Tensor] = []
         optimizer.zero_grad()
-        if rank == 0:
-            schedule.step(x)
-        elif rank == ranks - 1:
-            schedule.step(target=x.roll(1, 1), losses=losses)
-        else:
-            schedule.step()
+        losses = probe.through(session, schedule.step, probe.batch(step, session.dp_rank)[0])
         session.clip_grad_norm_(module.parameters(), 0.5)
         optimizer.step()
         scheduler.step()
+        session.log(weight=module[0].weight.double().sum())
         probe.note(step, losses)
 
     session.run(train_step, num_steps=probe.steps())
-    probe.end(session, module=module, optimizer=optimizer, scheduler=scheduler)
+    lines = probe.logged(session)
+    assert [line["step"] for line in lines] == list(range(probe.steps()))
+    weights = [line["weight"] for line in lines]
+    probe.end(session, module=module, optimizer=optimizer, scheduler=scheduler, weights=weights)

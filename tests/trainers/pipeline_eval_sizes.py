@@ -3,56 +3,34 @@
 # verdict: same bits
 # adaptive: refused
 # worlds: 2
+# quick
 
 import probe
 import torch
 from torch import nn
-from torch.distributed.pipelining import Schedule1F1B
 
 import swift_ft
 
 with swift_ft.Session.from_env(checkpoint_every=5) as session:
-    rank, ranks = session.pipeline_rank, session.pipeline_ranks
-    torch.manual_seed(rank)
-    module = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 8))
-    stage = session.pipeline_stage(module, rank, ranks)
-    schedule = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
-    optimizer = session.optimizer(torch.optim.AdamW(module.parameters(), lr=1e-2))
-    session.register(schedule=schedule)
+    module, schedule, optimizer = probe.pipeline(
+        session, lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 8))
+    )
+
+    def evaluate(size: int, seed: int) -> list[torch.Tensor]:
+        module.eval()
+        other = torch.randn(size, 8, generator=torch.Generator().manual_seed(seed))
+        losses = probe.through(session, schedule.eval, other)
+        module.train()
+        return losses
 
     def train_step(step: int) -> None:
         if step % 3 == 0:
-            module.eval()
-            other = torch.randn(4 + 4 * (step // 3 % 2), 8, generator=torch.Generator().manual_seed(7))
-            losses: list[torch.Tensor] = []
-            if rank == 0:
-                schedule.eval(other)
-            elif rank == ranks - 1:
-                schedule.eval(target=other.roll(1, 1), losses=losses)
-            else:
-                schedule.eval()
-            module.train()
-        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1000 * step + session.dp_rank))
-        losses: list[torch.Tensor] = []
+            evaluate(4 + 4 * (step // 3 % 2), 7)
         optimizer.zero_grad()
-        if rank == 0:
-            schedule.step(x)
-        elif rank == ranks - 1:
-            schedule.step(target=x.roll(1, 1), losses=losses)
-        else:
-            schedule.step()
+        losses = probe.through(session, schedule.step, probe.batch(step, session.dp_rank)[0])
         optimizer.step()
         if step % 3 == 1:
-            module.eval()
-            other = torch.randn(20, 8, generator=torch.Generator().manual_seed(8))
-            if rank == 0:
-                schedule.eval(other)
-            elif rank == ranks - 1:
-                schedule.eval(target=other.roll(1, 1), losses=losses)
-            else:
-                schedule.eval()
-            module.train()
+            losses += evaluate(20, 8)
         probe.note(step, losses)
 
-    session.run(train_step, num_steps=probe.steps())
-    probe.end(session, module=module, optimizer=optimizer)
+    probe.run(session, train_step, module=module, optimizer=optimizer)

@@ -36,5 +36,4 @@ with swift_ft.Session.from_env(checkpoint_every=5) as session:
         optimizer.step()
         probe.note(step, losses)
 
-    session.run(train_step, num_steps=probe.steps())
-    probe.end(session, module=module, optimizer=optimizer)
+    probe.run(session, train_step, module=module, optimizer=optimizer)

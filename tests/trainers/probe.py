@@ -1,9 +1,10 @@
-"""What a trainer of this folder says of itself: its losses while it runs, and all it has in the end.
+"""What trainers of this folder have in common, and what each says of itself: its losses, and all it has in the end.
 
-Nothing of `swift` is used here, and nothing is told to it (but for a number of replicas, if the harness wants them): a
-trainer reads as its author would write it, but for these calls. ``batch(step, dp_rank)`` stands for its data.
-``note(step, loss)`` stands last in its step; the harness may kill the rank there, or some time after it.
-``end(session, name=thing, ...)`` stands after `session.run`.
+Nothing of `swift` is used here, and nothing is told to it (but for a number of replicas, if the harness wants them).
+A trainer has what is special about it as its author would write it; ``net``, ``update`` and ``usual_step`` (a whole
+model) and ``pipeline`` and ``through`` (stages) are the rest of it. ``batch(step, dp_rank)`` stands for its data.
+``note(step, loss)`` stands last in its step; the harness may kill the rank there, or some time after it. ``run``
+does all steps, and then ``end(session, name=thing, ...)``.
 """
 
 import hashlib
@@ -12,13 +13,15 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
+from torch import nn
+from torch.distributed.pipelining import Schedule1F1B
 
 ENV_DIRECTORY = "TRAINERS_DIRECTORY"
 ENV_KILLS = "TRAINERS_KILLS"
@@ -89,6 +92,63 @@ def batch(step: int, dp_rank: int, size: int = 16) -> tuple[torch.Tensor, torch.
     """The same whenever it is asked for: another one for each step and replica."""
     x = torch.randn(size, 8, generator=torch.Generator().manual_seed(1000 * step + dp_rank)).to(device())
     return x, x.sum(1, keepdim=True)
+
+
+def net() -> nn.Sequential:
+    """The model of most trainers that have no pipeline."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).to(device())
+
+
+def update(session: Any, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> torch.Tensor:
+    """A batch, its loss, which is returned, and an update by it."""
+    x, y = batch(step, session.dp_rank)
+    loss = nn.functional.mse_loss(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def usual_step(session: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[int], None]:
+    """A train_step in which nothing else happens."""
+    return lambda step: note(step, update(session, model, optimizer, step))
+
+
+def pipeline(session: Any, make: Callable[[], nn.Module] | None = None) -> tuple[Any, Schedule1F1B, Any]:
+    """This rank's module (by `make`), a schedule of four microbatches, registered, and the module's optimizer."""
+    torch.manual_seed(session.pipeline_rank)
+    module = make() if make else nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    module = module.to(device())
+    stage = session.pipeline_stage(module, session.pipeline_rank, session.pipeline_ranks, device())
+    schedule = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
+    optimizer = session.optimizer(torch.optim.AdamW(module.parameters(), lr=1e-2))
+    session.register(schedule=schedule)
+    return module, schedule, optimizer
+
+
+def through(session: Any, call: Callable[..., Any], x: torch.Tensor) -> list[torch.Tensor]:
+    """A batch's way through the stages. `call`: a schedule's step or eval. Returns the losses, on the last rank."""
+    losses: list[torch.Tensor] = []
+    if session.pipeline_rank == 0:
+        call(x)
+    elif session.pipeline_rank == session.pipeline_ranks - 1:
+        call(target=x.roll(1, 1), losses=losses)
+    else:
+        call()
+    return losses
+
+
+def run(session: Any, train_step: Callable[[int], object], **things: Any) -> None:
+    """All steps, and the end."""
+    session.run(train_step, num_steps=steps())
+    end(session, **things)
+
+
+def logged(session: Any) -> list[dict[str, Any]]:
+    """The lines of `session.log`, of this rank."""
+    folder = Path(os.environ["SWIFT_CHECKPOINT_DIR"], os.environ["SWIFT_JOB"], "metrics")
+    return [json.loads(line) for line in (folder / f"rank{session.rank}.jsonl").read_text().splitlines()]
 
 
 def note(step: int, *values: Any) -> None:
@@ -164,7 +224,7 @@ def end(session: Any, **things: Any) -> None:
     path = Path(os.environ[ENV_DIRECTORY]) / f"rank{rank}.end"
     about = {
         "place": [session.pipeline_rank, session.dp_rank] if session else [int(rank), 0],
-        "alike": sorted(name for name, thing in things.items() if isinstance(thing, torch.nn.Module)),
+        "alike": sorted(name for name, thing in things.items() if isinstance(thing, nn.Module)),
         "digests": {name: digest(thing) for name, thing in things.items()},
     }
     path.with_suffix(".part").write_text(json.dumps(about))
@@ -187,7 +247,7 @@ def _feed(found: Any, thing: Any, depth: int) -> None:
         found.update(values.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     elif isinstance(thing, numpy.ndarray):
         found.update(f"{thing.dtype}{thing.shape}".encode() + thing.tobytes())
-    elif isinstance(thing, torch.nn.Module):
+    elif isinstance(thing, nn.Module):
         _feed_module(found, thing, depth)
     elif isinstance(thing, Mapping):
         for key in thing:
@@ -206,7 +266,7 @@ def _feed(found: Any, thing: Any, depth: int) -> None:
         raise TypeError(f"no digest of a {type(thing).__name__}")
 
 
-def _feed_module(found: Any, module: torch.nn.Module, depth: int) -> None:
+def _feed_module(found: Any, module: nn.Module, depth: int) -> None:
     """Parameters, all buffers, and what its author has kept in plain attributes."""
     for name, each in module.named_modules():
         found.update(name.encode())

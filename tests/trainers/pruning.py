@@ -18,14 +18,9 @@ with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as
     optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
 
     def train_step(step: int) -> None:
-        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1000 * step + session.dp_rank))
-        loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        loss = probe.update(session, model, optimizer, step)
         if step % 3 == 2:
             prune.l1_unstructured(net[0], "weight", amount=0.1)
         probe.note(step, loss)
 
-    session.run(train_step, num_steps=probe.steps())
-    probe.end(session, model=model, optimizer=optimizer)
+    probe.run(session, train_step, model=model, optimizer=optimizer)

@@ -11,8 +11,7 @@ from torch import nn
 import swift_ft
 
 with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
-    torch.manual_seed(0)
-    model = session.module(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
+    model = session.module(probe.net())
     optimizer = session.optimizer(torch.optim.Adam(model.parameters(), lr=2e-2))
     averages = [p.detach().clone() for p in model.parameters()]
     pairs = list(zip(model.parameters(), averages, strict=True))
@@ -39,5 +38,4 @@ with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as
             optimizer.param_groups[0]["lr"] *= 0.95
         probe.note(step, loss, norm, len(past))
 
-    session.run(train_step, num_steps=probe.steps())
-    probe.end(session, model=model, optimizer=optimizer, averages=averages, scores=scores)
+    probe.run(session, train_step, model=model, optimizer=optimizer, averages=averages, scores=scores)

@@ -40,8 +40,7 @@ class SAM(torch.optim.Optimizer):
 
 
 with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
-    torch.manual_seed(0)
-    model = session.module(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
+    model = session.module(probe.net())
     optimizer = session.optimizer(SAM(model.parameters(), lr=1e-2, momentum=0.9))
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
     session.register(scheduler=scheduler)
@@ -60,5 +59,4 @@ with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as
         scheduler.step()
         probe.note(step, loss)
 
-    session.run(train_step, num_steps=probe.steps())
-    probe.end(session, model=model, optimizer=optimizer, base=optimizer.base)
+    probe.run(session, train_step, model=model, optimizer=optimizer, base=optimizer.base)

@@ -40,7 +40,7 @@ def test_every_trainer(trainer: header.Trainer, world: int, services: Services, 
     _check(trainer, world, services, tmp_path)
 
 
-ON_DEVICE = ("autocast_scaler", "gpu_trainer", "pipeline_autocast")
+ON_DEVICE = ("gpu_trainer", "pipeline_autocast")
 """Those of the default suite."""
 
 
@@ -95,7 +95,7 @@ def test_a_trainer_beside_plain_torch(
     assert beside_plain(services, tmp_path, trainer, world, job) == []
 
 
-FEW = ("pipeline_hidden_buffer",)
+FEW = ("pipeline_moving_state",)
 
 
 @pytest.mark.timeout(400)

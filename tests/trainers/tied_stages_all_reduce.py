@@ -7,7 +7,6 @@ import probe
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import Schedule1F1B
 
 import swift_ft
 
@@ -23,28 +22,14 @@ class Scaled(nn.Module):
 
 
 with swift_ft.Session.from_env(checkpoint_every=5) as session:
-    rank, ranks = session.pipeline_rank, session.pipeline_ranks
-    torch.manual_seed(rank)
-    module = Scaled()
-    stage = session.pipeline_stage(module, rank, ranks)
-    schedule = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
-    optimizer = session.optimizer(torch.optim.AdamW(module.parameters(), lr=1e-2))
-    session.register(schedule=schedule)
+    module, schedule, optimizer = probe.pipeline(session, Scaled)
 
     def train_step(step: int) -> None:
-        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1000 * step + session.dp_rank))
-        losses: list[torch.Tensor] = []
         optimizer.zero_grad()
-        if rank == 0:
-            schedule.step(x)
-        elif rank == ranks - 1:
-            schedule.step(target=x.roll(1, 1), losses=losses)
-        else:
-            schedule.step()
+        losses = probe.through(session, schedule.step, probe.batch(step, session.dp_rank)[0])
         dist.all_reduce(module.scale.grad)
         module.shift.grad = session.all_reduce(module.shift.grad, "shift")
         optimizer.step()
         probe.note(step, losses)
 
-    session.run(train_step, num_steps=probe.steps())
-    probe.end(session, module=module, optimizer=optimizer)
+    probe.run(session, train_step, module=module, optimizer=optimizer)

@@ -6,13 +6,11 @@
 
 import probe
 import torch
-from torch import nn
 
 import swift_ft
 
 with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    model = probe.net()
     model[0].requires_grad_(False)
     session.module(model)
     optimizer = session.optimizer(torch.optim.AdamW(model[2].parameters(), lr=1e-2))
@@ -22,12 +20,7 @@ with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as
             model[0].requires_grad_(True)
             optimizer.add_param_group({"params": model[0].parameters(), "lr": 1e-3})
 
-        x, y = probe.batch(step, session.dp_rank)
-        loss = nn.functional.mse_loss(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        loss = probe.update(session, model, optimizer, step)
         probe.note(step, loss)
 
-    session.run(train_step, num_steps=probe.steps())
-    probe.end(session, model=model, optimizer=optimizer)
+    probe.run(session, train_step, model=model, optimizer=optimizer)

@@ -25,12 +25,7 @@ with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as
     def train_step(step: int) -> None:
         if step % 3 == 0:
             print(f"step {step} validation {validate():.4f}", flush=True)
-        x, y = probe.batch(step, session.dp_rank)
-        loss = nn.functional.mse_loss(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        loss = probe.update(session, model, optimizer, step)
         probe.note(step, loss, validate())
 
-    session.run(train_step, num_steps=probe.steps())
-    probe.end(session, model=model, optimizer=optimizer)
+    probe.run(session, train_step, model=model, optimizer=optimizer)

@@ -16,16 +16,8 @@ with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as
     optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
     valid_x, valid_y = probe.batch(999, 0, 7)
 
-    def train_step(step: int) -> None:
-        x, y = probe.batch(step, session.dp_rank)
-        loss = nn.functional.mse_loss(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        probe.note(step, loss)
-
     for epoch in range(1, probe.steps() // 4 + 2):
-        session.run(train_step, num_steps=min(4 * epoch, probe.steps()))
+        session.run(probe.usual_step(session, model, optimizer), num_steps=min(4 * epoch, probe.steps()))
         model.eval()
         with torch.no_grad():
             held_out = nn.functional.mse_loss(model(valid_x), valid_y)

@@ -8,22 +8,10 @@
 
 import probe
 import torch
-from torch import nn
 
 import swift_ft
 
 with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5, updates="wait_free") as session:
-    torch.manual_seed(0)
-    model = session.module(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).to(probe.device()))
+    model = session.module(probe.net())
     optimizer = session.optimizer(torch.optim.Adam(model.parameters(), lr=1e-2))
-
-    def train_step(step: int) -> None:
-        x, y = probe.batch(step, session.dp_rank)
-        loss = nn.functional.mse_loss(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        probe.note(step, loss)
-
-    session.run(train_step, num_steps=probe.steps())
-    probe.end(session, model=model, optimizer=optimizer)
+    probe.run(session, probe.usual_step(session, model, optimizer), model=model, optimizer=optimizer)

@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 import yaml
 
-from swift_ft import cli_parser
+from swift_ft import cli, cli_parser
 from swift_ft.tokens import Authority, Role
+from swift_ft.tools import completion
 from swift_ft.train.metrics import FAMILIES as TRAINER
 from swift_ft_services.coordinator.metrics import FAMILIES as COORDINATOR
 from swift_ft_services.logserver.metrics import FAMILIES as LOG
@@ -34,6 +35,7 @@ CONTAINERFILE = ROOT / "examples" / "container" / "Containerfile"
 COMPOSE = ROOT / "examples" / "container" / "compose.yaml"
 ALERTS = ROOT / "examples" / "prometheus" / "alerts.yaml"
 DASHBOARD = ROOT / "examples" / "grafana" / "swift.json"
+KUBERNETES = ROOT / "examples" / "kubernetes"
 OPERATION = ROOT / "docs" / "operation.md"
 
 
@@ -50,9 +52,13 @@ def help_of(command: str) -> str:
     return done.stdout
 
 
+def flags_of(command: str) -> set[str]:
+    return set(re.findall(r"--[a-z][a-z-]*", help_of(command)))
+
+
 def check_flags(words: list[str]) -> None:
     """`words` begin with the command of swift-ft."""
-    known = set(re.findall(r"--[a-z][a-z-]*", help_of(words[0])))
+    known = flags_of(words[0])
     used = {word.partition("=")[0] for word in words if word.startswith("--")}
     assert used
     assert used <= known, used - known
@@ -220,6 +226,102 @@ def test_compose_starts_a_command_that_there_is(name: str) -> None:
         context = (COMPOSE.parent / build["context"]).resolve()
         assert context == ROOT
         assert (context / build["dockerfile"]) == CONTAINERFILE
+
+
+def manifests(kind: str) -> list[dict[str, Any]]:
+    """`scripts/cluster kubernetes` has the schemas, and runs them."""
+    texts = [path.read_text() for path in sorted(KUBERNETES.glob("*.yaml"))]
+    found = [each for text in texts for each in yaml.safe_load_all(text) if each["kind"] == kind]
+    assert found, kind
+    return found
+
+
+def parsed(words: list[str]) -> argparse.Namespace:
+    """By the parser of the command, which ends the process if it does not take them."""
+    program, *rest = words
+    assert program == "/opt/swift/bin/swift-ft"
+    return completion.parser(cli._parsers()).parse_args(rest)
+
+
+def served() -> dict[str, dict[str, Any]]:
+    """Address → the pod's specification, of each pod of a service."""
+    found = {}
+    for each in manifests("StatefulSet"):
+        name, spec = each["metadata"]["name"], each["spec"]
+        (service,) = [one for one in manifests("Service") if one["metadata"]["name"] == spec["serviceName"]]
+        labels = spec["template"]["metadata"]["labels"]
+        assert labels == spec["selector"]["matchLabels"] == service["spec"]["selector"]
+        (port,) = service["spec"]["ports"]
+        for number in range(spec["replicas"]):
+            found[f"{name}-{number}.{spec['serviceName']}:{port['port']}"] = spec["template"]["spec"]
+    return found
+
+
+def test_kubernetes_starts_services_by_commands_that_there_are() -> None:
+    text = (KUBERNETES / "services.yaml").read_text()
+    (line,) = re.findall(r"^#  +swift-ft (credentials init .*)$", text, re.MULTILINE)
+    named = parsed(["/opt/swift/bin/swift-ft", *line.split()]).hosts
+    logs = []
+    for address, spec in served().items():
+        host, _, port = address.partition(":")
+        (container,) = spec["containers"]
+        options = parsed(container["command"])
+        assert options.listen == f"$(POD_IP):{port}"
+        assert container["ports"] == [{"name": "grpc", "containerPort": int(port)}]
+        assert host in named.split(",")
+        mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+        assert str(options.directory).startswith(f"{mounts['state']}/")
+        assert {"name": "SWIFT_CREDENTIALS", "value": mounts["credentials"]} in container["env"]
+        shell, flag, probe = container["readinessProbe"]["exec"]["command"]
+        assert (shell, flag) == ("sh", "-c")
+        _, *words = probe.replace("$HOSTNAME", host.partition(".")[0]).split()
+        asked = parsed(words)
+        assert [*asked.server, *asked.coordinator] == [address]
+        if container["name"] == "log":
+            logs.append(address)
+    (coordinator,) = [each for each in manifests("StatefulSet") if each["metadata"]["name"] == "coordinator"]
+    options = parsed(coordinator["spec"]["template"]["spec"]["containers"][0]["command"])
+    assert options.log_servers == ",".join(logs)
+    assert options.copies <= len(logs)
+
+
+def test_kubernetes_starts_a_job_with_spare_pods_and_the_time_for_its_checkpoint() -> None:
+    (jobset,) = manifests("JobSet")
+    (jobs,) = jobset["spec"]["replicatedJobs"]
+    job = jobs["template"]["spec"]
+    spec = job["template"]["spec"]
+    (container,) = spec["containers"]
+    options = parsed(container["command"])
+    assert options.coordinator in served()
+    assert job["parallelism"] == job["completions"] > int(options.nnodes)
+    assert job["completionMode"] == "Indexed"  # or there is no successPolicy
+    assert job["successPolicy"] == {"rules": [{"succeededCount": int(options.nnodes)}]}
+    codes = {rule["action"]: rule.get("onExitCodes", {}) for rule in job["podFailurePolicy"]["rules"]}
+    assert {action: each["values"] for action, each in codes.items()} == {"Ignore": [3], "FailJob": [1]}
+    assert {each["containerName"] for each in codes.values()} == {container["name"]}
+    assert spec["terminationGracePeriodSeconds"] > options.sigterm_checkpoint_s + 5
+    mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+    assert options.checkpoint_dir == mounts["checkpoints"]
+    assert {"name": "SWIFT_CREDENTIALS", "value": mounts["credentials"]} in container["env"]
+    (claim,) = manifests("PersistentVolumeClaim")
+    volumes = {each["name"]: each for each in spec["volumes"]}
+    assert volumes["checkpoints"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    assert volumes.keys() == mounts.keys()
+    for budget in manifests("PodDisruptionBudget"):
+        labels = budget["spec"]["selector"]["matchLabels"]
+        if labels == job["template"]["metadata"]["labels"]:
+            assert budget["spec"]["minAvailable"] == int(options.nnodes)
+        else:
+            assert labels in [each["spec"]["selector"]["matchLabels"] for each in manifests("StatefulSet")]
+
+
+def test_the_example_for_ray_uses_flags_that_there_are() -> None:
+    """`scripts/cluster ray` runs it: Ray is not installed here."""
+    text = (ROOT / "examples" / "ray" / "train.py").read_text()
+    own = set(re.findall(r'add_argument\("(--[a-z-]+)"', text))
+    used = set(re.findall(r'"(--[a-z-]+)"', text)) - own - {"--pdeathsig"}
+    known = {flag for name in ("run", "logserver", "coordinator", "logs") for flag in flags_of(name)}
+    assert {"--nnodes", "--log-servers"} <= used <= known
 
 
 def rules() -> list[dict[str, Any]]:

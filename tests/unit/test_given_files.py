@@ -102,17 +102,12 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("content", HOSTILE_TRACES.values(), ids=HOSTILE_TRACES)
-@pytest.mark.parametrize("command", ["failures", "plan"])
 def test_a_hostile_trace_is_refused_in_one_line(
-    command: str, content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "trace"
     path.write_bytes(content)
-    if command == "plan":
-        argv = ["--goodput", "--trace", str(path), "--trace-nodes", "400"]
-        assert plan.main(argv) == 2
-    else:
-        assert failures.main([str(path), "--ranks", "4"]) == 2
+    assert failures.main([str(path), "--ranks", "4"]) == 2
     assert str(path) in one_line(capsys)
 
 
@@ -148,7 +143,6 @@ NO_FILES: dict[str, tuple[Callable[[Path], Path], str]] = {
         ["failures", "FILE", "--ranks", "4"],
         ["failures", "trace=FILE", "--ranks", "4"],
         ["plan", "FILE"],
-        ["plan", "--goodput", "--trace", "FILE"],
     ],
     ids=" ".join,
 )

@@ -6,6 +6,7 @@ python -m swift_ft_services.coordinator --directory DIR --log-servers HOST:PORT[
 import argparse
 import asyncio
 import contextlib
+import logging
 import os
 import re
 import selectors
@@ -26,6 +27,7 @@ from swift_ft.cli_parser import Parser, argument, local_directory, metrics_addre
 from swift_ft.credentials import ENV_CA, ENV_CERTIFICATE, ENV_INSECURE, ENV_KEY, Credentials
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.log.placement import COPIES_MAX, machines, parse_server
+from swift_ft.text import one_line
 from swift_ft_services import listening, program
 from swift_ft_services.coordinator import commands as m
 from swift_ft_services.coordinator.driver import JOBS_MAX, Driver
@@ -50,6 +52,7 @@ from swift_ft_services.interceptors import AsyncGate
 
 if TYPE_CHECKING:
     from swift_ft_services.coordinator.metrics import CoordinatorMetrics
+    from swift_ft_services.coordinator.traces import RecoveryTraces
 
 # QuietSelector: detects whether an event loop has read all messages received so far.
 #
@@ -96,7 +99,14 @@ def _ready_s() -> float:
         return 0.0
 
 
+logger = logging.getLogger(__name__)
+
 SERVICES = ("", "swift.coordinator.v1.Coordinator")
+ENV_STORE = {
+    "SWIFT_STORE_CA": "the CA of etcd's certificates; without it, etcd must be on loopback, unless --insecure is given",
+    "SWIFT_STORE_CERT": "its own certificate for etcd, if that wants one",
+    "SWIFT_STORE_KEY": "the certificate's private key, mode 0600",
+}
 STOP_GRACE_S = 2.0
 SNAPSHOT_TIMEOUT_S = 5.0
 SERVER_OPTIONS = (
@@ -138,28 +148,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="where its durable state is kept. Several coordinators may share one etcd: one of them serves, the others "
         "stand by and take over within 5 s. PREFIX is that of all keys (default swift)",
     )
-    parser.add_argument(
-        "--store-ca",
-        type=Path,
-        default=os.environ.get("SWIFT_STORE_CA"),
-        metavar="FILE",
-        help="the CA of etcd's certificates (default: $SWIFT_STORE_CA); without it, etcd must be on loopback, unless "
-        "--insecure is given",
-    )
-    parser.add_argument(
-        "--store-cert",
-        type=Path,
-        default=os.environ.get("SWIFT_STORE_CERT"),
-        metavar="FILE",
-        help="its own certificate for etcd, if that wants one (default: $SWIFT_STORE_CERT)",
-    )
-    parser.add_argument(
-        "--store-key",
-        type=Path,
-        default=os.environ.get("SWIFT_STORE_KEY"),
-        metavar="FILE",
-        help="the certificate's private key, mode 0600 (default: $SWIFT_STORE_KEY)",
-    )
+    for variable, what in ENV_STORE.items():
+        parser.add_argument(
+            f"--store-{variable.rpartition('_')[2].lower()}",
+            type=Path,
+            default=os.environ.get(variable),
+            metavar="FILE",
+            help=f"{what} (default: ${variable})",
+        )
     parser.add_argument(
         "--log-servers",
         default="",
@@ -187,13 +183,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--detect",
         choices=list(DETECT_HEARTBEAT_S),
         default="usual",
-        help="how soon silence is a loss: usual (a heartbeat every 0.5 s, a lease of 10 s), or fast (0.1 s and 2 s, "
+        help="how soon silence is a loss: usual (a heartbeat every second, a lease of 10 s), or fast (0.2 s and 2 s, "
         "for a network and machines that never stall for that long)",
     )
     parser.add_argument(
         "--heartbeat-s",
         type=float,
-        help="seconds between two heartbeats of a rank; default: as --detect says",
+        help="seconds between two heartbeats of a rank; default: as --detect says, but at least 10 in a lease",
     )
     parser.add_argument(
         "--lease-s",
@@ -232,7 +228,9 @@ def checked_timing(arguments: argparse.Namespace) -> Timing:
     bound_s = arguments.step_bound_s if arguments.step_bound_s is not None else max(30.0, 2 * lease_s)
     try:
         return Timing(
-            heartbeat_s=heartbeat_s,
+            # A short lease alone has as many; what else follows from the heartbeat does not.
+            heartbeat_s=arguments.heartbeat_s or min(heartbeat_s, lease_s / LEASE_HEARTBEATS),
+            suspicion_s=heartbeat_s / 2,
             lease_s=lease_s,
             step_bound_s=bound_s,
             log_lost_s=usual_log_lost_s(heartbeat_s)
@@ -282,9 +280,6 @@ def check_store(arguments: argparse.Namespace) -> None:
     tls = (arguments.store_ca, arguments.store_cert, arguments.store_key)
     if arguments.store is None and any(tls) and not any(map(os.environ.get, ENV_STORE)):
         raise UsageError("--store-ca, --store-cert and --store-key are for --store etcd://...")
-
-
-ENV_STORE = ("SWIFT_STORE_CA", "SWIFT_STORE_CERT", "SWIFT_STORE_KEY")
 
 
 def open_store(arguments: argparse.Namespace, address: Callable[[], str]) -> MetadataStore:
@@ -400,6 +395,24 @@ def show_metrics(
     return shown.close
 
 
+ENV_TRACES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+
+
+def open_traces() -> "RecoveryTraces | None":
+    """Returns None, with a warning if the environment says where traces go, and they cannot be sent."""
+    named = next(filter(os.environ.get, ENV_TRACES), None)
+    if named is None:
+        return None
+    try:
+        from swift_ft_services.coordinator import traces
+
+        return traces.from_environment()
+    except Exception as error:  # noqa: BLE001  (whatever a variable of OpenTelemetry's says, jobs are served)
+        what = "; pip install 'swift-ft[otel]'" if isinstance(error, ImportError) else ""
+        logger.warning("%s is set, but traces cannot be sent: %s%s", named, one_line(error), what)
+        return None
+
+
 class Coordinator:
     """One coordinator: its port, and a driver for each time that it holds the store."""
 
@@ -426,6 +439,7 @@ class Coordinator:
             from swift_ft_services.coordinator.metrics import CoordinatorMetrics
 
             self._metrics = CoordinatorMetrics()
+        self._traces = open_traces()
         gate = self._protection.gate()
         self._servicer = Servicer(None) if self._metrics is None else Servicer(None, self._metrics.refused)
         gate.generation_of = self._servicer.generation_of
@@ -470,6 +484,8 @@ class Coordinator:
             if hide is not None:
                 await asyncio.to_thread(hide)  # a scrape in progress waits for this loop
             await self.store.close()
+            if self._traces is not None:
+                self._traces.close()
             events.emit("stopped")
 
     def _driver(self) -> Driver | None:
@@ -529,6 +545,8 @@ class Coordinator:
         self._die(row, persist)
         if self._metrics is not None:
             self._metrics.after_durable(row, persist)
+        if self._traces is not None:
+            self._traces.after_durable(row)
 
     async def _serve_jobs(self, driver: Driver, stopped: asyncio.Event) -> None:
         """Returns once `stopped` is set, or another coordinator may hold the store. Raises ServiceError."""
@@ -551,6 +569,9 @@ class Coordinator:
         driver, self._servicer.driver = self._servicer.driver, None
         if driver is not None:
             driver.stop()
+        for told in (self._metrics, self._traces):
+            if told is not None:
+                told.forget_recoveries()
 
 
 async def serve(arguments: argparse.Namespace, caught_up: Callable[[], bool]) -> None:

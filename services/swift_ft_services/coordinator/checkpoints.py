@@ -20,6 +20,7 @@ not reported yet. A rank that learns of it too late asks again, and the next mar
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Literal
 
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.planner import Plan
@@ -197,22 +198,22 @@ def end_rehearsal(row: JobRow, said: pb.RehearsedRequest) -> bool:
 
 def forget(row: JobRow) -> None:
     """Ends all rehearsals and clears recorded versions: a new generation may run these steps differently."""
-    for rank in list(row.rehearsals):
-        known = _rehearsal(row, rank)
-        if known.HasField("recorded") or known.HasField("under_way"):
-            known.ClearField("recorded")
-            known.ClearField("under_way")
-            row.rehearsals[rank] = known
+    _clear(row, "recorded", "under_way")
 
 
 def give_way(row: JobRow) -> bool:
     """Ends all rehearsals, because a full log needs a trim. Returns whether there were any."""
-    under_way = [rank for rank, known in row.rehearsals.items() if known.HasField("under_way")]
-    for rank in under_way:
+    return _clear(row, "under_way")
+
+
+def _clear(row: JobRow, *names: Literal["recorded", "under_way"]) -> bool:
+    ranks = [rank for rank, known in row.rehearsals.items() if any(known.HasField(name) for name in names)]
+    for rank in ranks:
         known = _rehearsal(row, rank)
-        known.ClearField("under_way")
+        for name in names:
+            known.ClearField(name)
         row.rehearsals[rank] = known
-    return bool(under_way)
+    return bool(ranks)
 
 
 def trim_below(row: JobRow) -> int:

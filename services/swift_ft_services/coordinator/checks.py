@@ -1,13 +1,14 @@
 """Validation of members' commands against the row. Functions raise Refusal and never change the row."""
 
-from collections.abc import Mapping
-
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft_services.coordinator import commands as m
 from swift_ft_services.coordinator.commands import Refusal, Refused
 from swift_ft_services.coordinator.job_record import JobRow, State, count_of, replicas_of
 from swift_ft_services.coordinator.planning import config_of
-from swift_ft_services.coordinator.restarts import comes_back, ended_words
+from swift_ft_services.coordinator.restarts import comes_back, ended_words, value_words
+
+NUM_STAGES_MAX = 1 << 16
+"""A job has far fewer; tables of all stages are made of what a rank says."""
 
 
 def check_holder(row: JobRow, sender: m.FromMember) -> None:
@@ -37,18 +38,19 @@ def check_rank(row: JobRow, rank: int) -> None:
         raise Refusal(Refused.INVALID, f"rank {rank} is not one of 0 to {row.world_size - 1}")
 
 
-def check_join(row: JobRow, join: m.Join) -> None:
+def check_join(row: JobRow, join: pb.JoinRequest) -> None:
     """Raises Refusal unless this process may take its rank: the job is active and has the same configuration, and the
     rank is free."""
+    member = join.member
     if row.state.is_over and not (comes_back(row, join) or _has_joined(row, join)):
         ended = ended_words(row).replace("had ", "has ", 1)
         raise Refusal(Refused.MISMATCH, f"job {row.job} {ended}: start it again with swift-ft run")
     if join.world_size != row.world_size:
         raise Refusal(
             Refused.MISMATCH,
-            f"rank {join.rank} says world size {join.world_size}, job {row.job} has {row.world_size}",
+            f"rank {member.rank} says world size {join.world_size}, job {row.job} has {row.world_size}",
         )
-    check_rank(row, join.rank)
+    check_rank(row, member.rank)
     for what, mine, theirs in (
         ("configuration", row.config, join.config),
         ("fingerprint", row.fingerprint, join.fingerprint),
@@ -57,30 +59,34 @@ def check_join(row: JobRow, join: m.Join) -> None:
             if mine.get(key) != theirs.get(key):
                 raise Refusal(
                     Refused.MISMATCH,
-                    f"{what} of rank {join.rank} differs: {key} is {_value(theirs, key)} there and "
-                    f"{_value(mine, key)} in job {row.job}: make them equal",
+                    f"{what} of rank {member.rank} differs: {key} is {value_words(theirs, key)} there and "
+                    f"{value_words(mine, key)} in job {row.job}: make them equal",
                 )
-    if any(holder.incarnation == join.incarnation for holder in row.fenced.values()):
-        raise Refusal(Refused.FENCED, f"this process held rank {join.rank} before and was fenced")
+    if any(holder.incarnation == member.incarnation for holder in row.fenced.values()):
+        raise Refusal(Refused.FENCED, f"this process held rank {member.rank} before and was fenced")
     if any(
-        holder.incarnation == join.incarnation for rank, holder in row.holders.items() if rank != join.rank
+        holder.incarnation == member.incarnation
+        for rank, holder in row.holders.items()
+        if rank != member.rank
     ):
-        raise Refusal(Refused.INVALID, f"this process holds another rank than {join.rank} already")
-    holder = row.holders.get(join.rank)
-    if holder is not None and holder.incarnation != join.incarnation:
+        raise Refusal(Refused.INVALID, f"this process holds another rank than {member.rank} already")
+    holder = row.holders.get(member.rank)
+    if holder is not None and holder.incarnation != member.incarnation:
         raise Refusal(
             Refused.TAKEN,
-            f"rank {join.rank} of job {row.job} has a live holder: process {holder.pid} on {holder.host}",
+            f"rank {member.rank} of job {row.job} has a live holder: process {holder.pid} on {holder.host}",
         )
 
 
-def _has_joined(row: JobRow, join: m.Join) -> bool:
+def _has_joined(row: JobRow, join: pb.JoinRequest) -> bool:
     """Returns whether this process already holds its rank of a finished job; it may have to repeat its Join."""
-    holder = row.holders.get(join.rank)
-    return row.state is State.FINISHED and holder is not None and holder.incarnation == join.incarnation
+    holder = row.holders.get(join.member.rank)
+    return (
+        row.state is State.FINISHED and holder is not None and holder.incarnation == join.member.incarnation
+    )
 
 
-def check_first(join: m.Join) -> None:
+def check_first(join: pb.JoinRequest) -> None:
     """Validates the first Join of a job or of a restart. Raises Refusal if world size or configuration is invalid.
 
     A Join that passes becomes durable, so nothing may fail because of it later.
@@ -99,7 +105,7 @@ def check_first(join: m.Join) -> None:
             )
 
 
-def check_change(row: JobRow, change: m.ChangeLogServers) -> None:
+def check_change(row: JobRow, change: pb.ChangeLogServersRequest) -> None:
     """Validates an operator's change of log servers; a repeated change is accepted. Raises Refusal if the change is
     impossible now, or if `lost` is not a log server of the job."""
     if row.state is State.FORMING or row.state.is_over:
@@ -107,7 +113,7 @@ def check_change(row: JobRow, change: m.ChangeLogServers) -> None:
     known = {server.address: server for server in row.log_servers}
     if change.lost and change.lost not in known:
         raise Refusal(Refused.INVALID, f"{change.lost} is none of the log servers: {', '.join(known)}")
-    if change.lost == change.add and not change.why:
+    if change.lost == change.add:
         raise Refusal(Refused.INVALID, "name a log server that is lost, one that has come, or one of each")
 
 
@@ -125,6 +131,10 @@ def check_ready(row: JobRow, ready: pb.ReadyRequest) -> None:
 def check_stages(row: JobRow, ready: pb.ReadyRequest) -> None:
     rank = ready.rank
     stages = sorted(ready.stages)
+    if ready.num_stages > NUM_STAGES_MAX:
+        raise Refusal(
+            Refused.INVALID, f"rank {rank} says there are {ready.num_stages} stages: at most {NUM_STAGES_MAX}"
+        )
     if any(not 0 <= stage < ready.num_stages for stage in stages):
         named = ", ".join(map(str, stages))
         raise Refusal(Refused.INVALID, f"rank {rank} runs stages {named} of {ready.num_stages}")
@@ -146,7 +156,3 @@ def check_stages(row: JobRow, ready: pb.ReadyRequest) -> None:
             Refused.INVALID,
             f"rank {rank} holds shard {ready.shard}, its predecessor held {row.stage_shards[rank]}",
         )
-
-
-def _value(values: Mapping[str, str], key: str) -> str:
-    return repr(values[key]) if key in values else "not set"

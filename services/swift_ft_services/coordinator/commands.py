@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.log.record import STEP_MAX
-from swift_ft.planner import RankMeasured, StreamSummary
+from swift_ft.planner import StreamSummary
 from swift_ft.rpc.codec import CALLS
 from swift_ft_services.coordinator.job_record import Origin, State
 
@@ -36,38 +36,13 @@ class OfGeneration(FromMember, Protocol):
     def generation(self) -> int: ...
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Join:
     """A process asks to hold a rank."""
 
-    rank: int
-    incarnation: str
-    pid: int
-    host: str
-    world_size: int
-    config: Mapping[str, str]
-    fingerprint: Mapping[str, str]
-    run: str = ""
-    """Launcher that started the process; empty if there is none."""
-    from_job: str = ""
-    """Job whose checkpoint this job is to begin with; empty: not specified."""
-    from_version: int | None = None
-    """Version of that checkpoint; None: the newest."""
-    found: pb.Found | None = None
-    """Complete checkpoints of this job that the sender has found."""
-    adopts: bool = False
-    """True if the job begins with the newest of them, if it is not known here."""
+    request: pb.JoinRequest
     origin: Origin | None = None
-    """The checkpoint that `from_job` and `from_version`, or `found`, resolve to; set by the driver."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Measure:
-    """Measured durations of the rank's steps."""
-
-    rank: int
-    incarnation: str
-    measured: RankMeasured
+    """The checkpoint that the request's `from_job` and `from_version`, or `found`, resolve to; set by the driver."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,17 +58,19 @@ class LogsFenced:
     """Every log server holds `generation` durably."""
 
     generation: int
+    cold: Mapping[str, str] = field(default_factory=dict)
+    """Address -> where in the object store it has what it moves of the job; empty: it moves nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogsBlocked:
-    """A log server does not answer and is asked again. An empty reason: it has answered."""
+    """A log server does not answer and is asked again. An empty reason: it has answered. `given_up`: another job has
+    given this server up, and it has not answered since."""
 
     generation: int
     address: str
     reason: str
     given_up: bool = False
-    """True if another job has given the server up, and no call to it has succeeded since."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,6 +89,8 @@ class InventoryTaken:
     generation: int
     servers: Mapping[str, Sequence[StreamSummary]]
     """Address -> its summary of each stream."""
+    moved: Mapping[int, Sequence[StreamSummary]] = field(default_factory=dict)
+    """Number of a lost server -> summary of what it has moved to the object store, of each stream."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,14 +101,11 @@ class LogHeard:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ChangeLogServers:
-    """(operator) One log server is lost, another one is available; either may be empty."""
+class LogLost:
+    """A log server that held this generation or an older one has lost the job: its disk is another one, or empty."""
 
-    lost: str = ""
-    add: str = ""
-    add_host: str = ""
-    why: str = ""
-    """Reason for the loss; empty: an operator reports it. With a reason, `lost` and `add` may be the same server."""
+    generation: int
+    address: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,6 +123,8 @@ class LogsReset:
     """Every log server has dropped the job's records."""
 
     generation: int
+    cold: Mapping[str, str] = field(default_factory=dict)
+    """As in LogsFenced: from now on they move to other places."""
 
 
 Request = (
@@ -165,13 +143,14 @@ Request = (
     | pb.RevokeRequest
     | pb.VoteRequest
     | pb.StopRequest
+    | pb.MeasureRequest
+    | pb.ChangeLogServersRequest
 )
 """Requests that are commands as they are."""
 
 Command = (
     Request
     | Join
-    | Measure
     | Tick
     | LogsFenced
     | LogsBlocked
@@ -180,7 +159,7 @@ Command = (
     | LogsReset
     | LogsPressed
     | LogHeard
-    | ChangeLogServers
+    | LogLost
 )
 
 

@@ -22,6 +22,7 @@ A process that joins while the job runs waits until the members call `grow`.
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import and_
+from typing import Any
 
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft_services.coordinator import commands as m
@@ -96,15 +97,8 @@ class CommunicatorJob(Job):
         """Creates the job without the coordinator's log servers, which it does not need."""
         return super().create(job, [], join, timing, now, copies)
 
-    def __init__(
-        self,
-        row: JobRow,
-        timing: Timing,
-        now: float,
-        log_servers: Sequence[LogServer] = (),
-        stored: bool = False,
-    ) -> None:
-        super().__init__(row, timing, now, log_servers, stored)
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
         self._votes: dict[int, pb.VoteRequest] = {}
         """slot -> its vote for the next decision."""
 
@@ -129,8 +123,9 @@ class CommunicatorJob(Job):
     # --- members come and go ---
 
     def _join(self, join: m.Join, now: float) -> list[Effect]:
-        if join.rank in self.row.finished and join.rank not in self.row.holders:
-            del self.row.finished[join.rank]  # another process held this rank and has left
+        rank = join.request.member.rank
+        if rank in self.row.finished and rank not in self.row.holders:
+            del self.row.finished[rank]  # another process held this rank and has left
         return [*super()._join(join, now), *self._form()]
 
     def _form(self) -> list[Effect]:
@@ -158,24 +153,14 @@ class CommunicatorJob(Job):
         took_part = any(row.holders[rank].member == row.taking_part.get(rank) for rank in dead)
         left = [slot for slot in present(row) if slot not in dead]
         if not left and row.finished and row.state is State.RUNNING:
-            return [*self._bury(dead), *self._finish_if_all(reason)]
+            return [*self._fence(dead), *self._finish_if_all(reason)]
         if not left:  # no member has state any more: waiting processes start again
             return [*self.become_forming(dead, f"nobody is left: {reason}"), *self._form()]
         if row.state is State.RECOVERING and took_part:  # no member has seen the decision BUILT
             return self._rebuild(left, reason, dead)
-        events = self._bury(dead)
+        events = self._fence(dead)
         self._votes = {slot: vote for slot, vote in self._votes.items() if slot not in dead}
         return [*events, m.PublishView(at_once=True), *self._decide()]
-
-    def _bury(self, dead: Mapping[int, str]) -> list[m.Emit]:
-        events = []
-        for rank, why in sorted(dead.items()):
-            holder = self.row.holders.pop(rank)
-            self.row.fence(holder)
-            self.leases.forget(rank)
-            self.steps.forget(rank)
-            events.append(self._event("fenced", rank=rank, incarnation=holder.incarnation, reason=why))
-        return events
 
     def _new_generation(self, dead: Mapping[int, str], reason: str) -> list[m.Emit]:
         events = super()._new_generation(dead, reason)

@@ -16,10 +16,10 @@ import logging
 import math
 import secrets
 import time
-from bisect import bisect
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, NamedTuple, TypeVar
 
 from swift_ft import events
@@ -32,10 +32,10 @@ from swift_ft_services.coordinator.checks import is_stale
 from swift_ft_services.coordinator.commands import Refusal, Refused
 from swift_ft_services.coordinator.communicators import job_class
 from swift_ft_services.coordinator.job import Job
-from swift_ft_services.coordinator.job_record import ROOT, JobRow, LogServer, by_job, decode, key_of, row_key
+from swift_ft_services.coordinator.job_record import ROOT, JobRow, LogServer, by_job, decode, key_of
 from swift_ft_services.coordinator.log_calls import LogServers, Questions, Unavailable, Unsure
 from swift_ft_services.coordinator.restarts import starts_again
-from swift_ft_services.coordinator.store import MetadataStore, StoreConflict, Stored, StoreFailed, Transaction
+from swift_ft_services.coordinator.store import MetadataStore, StoreConflict, StoreFailed
 from swift_ft_services.coordinator.text import waiting_for
 from swift_ft_services.coordinator.timeouts import BEATS_A_LEASE, Timing
 from swift_ft_services.coordinator.views import measurements_of, status_of, summary_of, view_of
@@ -228,9 +228,7 @@ class Sharing:
         self._bytes = 0
         """Size of everything stored here, in bytes with overhead."""
         self._shared: dict[str, _Entry] = {}
-        self._order: list[tuple[int, str]] = []
-        """(revision, key) of every change. Outdated entries of keys changed since stay until they are about half of the
-        list."""
+        """The keys, in the order of their last changes."""
         self._answered: dict[str, tuple[int, list[bytes | None]]] = {}
         """Incarnation -> (number of its last request with changes, results of those changes that are no `set`)."""
         self._deleted: dict[str, None] = {}
@@ -246,7 +244,6 @@ class Sharing:
         for _, results in self._answered.values():
             self._bytes -= _results_size(results)
         self._answered.clear()
-        self._order = sorted((entry.revision, key) for key, entry in self._shared.items())
         self._wake()
 
     def end(self) -> None:
@@ -274,17 +271,14 @@ class Sharing:
 
     def news(self, seen: int) -> tuple[list[pb.Shared], int, bool]:
         """Returns (changes since revision `seen`, revision up to which they are complete, whether more follow)."""
+        newest_first = takewhile(lambda item: item[1].revision > seen, reversed(self._shared.items()))
         found: list[pb.Shared] = []
         size = 0
-        for at in range(bisect(self._order, (seen + 1,)), len(self._order)):
-            revision, key = self._order[at]
-            entry = self._shared.get(key)
-            if entry is None or entry.revision != revision:
-                continue
+        for key, entry in reversed(list(newest_first)):
             size += OBJECT_BYTES + len(key) + len(entry.value or b"")
             if found and size > NEWS_BYTES_MAX:
                 return found, found[-1].revision, True
-            found.append(pb.Shared(key=key, value=entry.value, revision=revision))
+            found.append(pb.Shared(key=key, value=entry.value, revision=entry.revision))
         return found, self.revision, False
 
     async def wait(self, keys: Sequence[str], wait_s: float) -> None:
@@ -347,7 +341,6 @@ class Sharing:
             return
         self.revision += 1
         self._shared[key] = _Entry(value, self.revision)
-        self._order.append((self.revision, key))
         self._bytes += _size(key, value)
         self._deleted.pop(key, None)
         if value is None:
@@ -356,8 +349,6 @@ class Sharing:
                 oldest = next(iter(self._deleted))
                 del self._deleted[oldest]
                 self._bytes -= _size(oldest, self._shared.pop(oldest).value)
-        if len(self._order) > 2 * len(self._shared) + DELETED_MAX:
-            self._order = sorted((entry.revision, key) for key, entry in self._shared.items())
         self._wake()
 
     def _wake(self) -> None:
@@ -492,18 +483,26 @@ class Meeting:
         launcher.request, launcher.seen_at = request, now
         place = self._place_of(request.run)
         if place is None and not launcher.over:
-            if job_is_over and launcher.spare:
-                launcher.over = "the job is over"
-            elif not (job_is_over and self._places) and now >= self._quiet_until:
+            if job_is_over and not self._places:
+                self._dismiss()
+            if not (launcher.over or (job_is_over and self._places)) and now >= self._quiet_until:
                 self._settle(now)
                 place = self._place_of(request.run)
                 launcher.spare = place is None and bool(self._places)
         if place is None:
-            return pb.MeetReply(here=len(self._launchers), over=launcher.over)
+            here = max(len(self._launchers), len(self._places))  # the others are not late if they have left
+            return pb.MeetReply(here=here, over=launcher.over)
         machines = [held.machine for held in self._places]
         return pb.MeetReply(place=place, machines=machines, here=len(self._launchers))
 
     # --- ---
+
+    def _dismiss(self) -> None:
+        """(the job is over, and all that had a place have left) Ends the spares. Not before: a scheduler may take the
+        end of enough launchers for the end of all, while a rank still saves files of its own."""
+        for launcher in self._launchers.values():
+            if launcher.spare:
+                launcher.over = "the job is over"
 
     def _place_of(self, run: str) -> int | None:
         return next((number for number, place in enumerate(self._places) if place.run == run), None)
@@ -658,8 +657,6 @@ class Driver:
         self._jobs_max = jobs_max
         self._questions = Questions(logs, self._apply_once_sure, self._spoil)
         self._jobs: dict[str, Job] = {}
-        self._revisions: dict[str, int] = {}
-        """Job -> store revision of its part `row`, which is written with any other part."""
         self._queue: deque[tuple[Callable[[], Any], asyncio.Future[Any]]] = deque()
         """Queued work, each with the future of its result."""
         self._effects: list[tuple[Job, m.Effect]] = []
@@ -687,10 +684,9 @@ class Driver:
             self._load(name, parts)
         await self._enqueue(lambda: None)
 
-    def _load(self, name: str, parts: Mapping[str, Stored]) -> None:
+    def _load(self, name: str, parts: Mapping[str, str]) -> None:
         """Resumes the job that these parts store, or quarantines it. Raises UsageError as `_relocated`."""
-        values = {key: stored.value for key, stored in parts.items()}
-        row = self.apart.row_of(name, values)
+        row = self.apart.row_of(name, parts)
         if row is None:
             return
         try:
@@ -704,7 +700,7 @@ class Driver:
             logger.exception("job %s, as it is stored", name)
             self.apart.put(name, f"{type(error).__name__}: {error}")
             return
-        self._jobs[name], self._revisions[name] = job, parts[row_key(name)].revision
+        self._jobs[name] = job
         events.emit("resumed", job=name, generation=row.generation, state=str(row.state), reason=row.reason)
         self._effects += [(job, effect) for effect in effects]
 
@@ -726,14 +722,12 @@ class Driver:
         known = {server.address: number for number, server in enumerate(row.log_servers)}
         if row.state.is_over or set(row.addresses()) <= named <= set(known):
             return []
-        # Lost ones may be left out. A replacement is named in the position of the one it replaced, or in order of
-        # arrival.
-        for numbers in (job.places.by_origin(), row.living(), range(len(row.log_servers))):
+        for numbers in (job.places.in_order(), range(len(row.log_servers))):  # lost ones may be left out
             moved = dict(zip(numbers, self._log_servers, strict=False))
             others = [known.get(server.address, number) for number, server in moved.items()]
             if len(named) == len(numbers) and others == list(moved):
                 return job.relocate(moved)
-        kept = ",".join(row.log_servers[number].address for number in job.places.by_origin())
+        kept = ",".join(row.log_servers[number].address for number in job.places.in_order())
         raise UsageError(
             f"--log-servers names {','.join(sorted(named))}, job {row.job} is kept on {kept}: "
             "name as many, in the same order; those that are lost may be left out"
@@ -789,14 +783,16 @@ class Driver:
 
     # --- for the servicer ---
 
-    async def join(self, name: str, join: m.Join, may_see: Callable[[str], bool] = lambda _job: True) -> int:
+    async def join(
+        self, name: str, join: pb.JoinRequest, may_see: Callable[[str], bool] = lambda _job: True
+    ) -> int:
         """Returns the generation that the rank joined. `may_see` returns whether the caller may know of another job.
         Raises as `apply`, and TooMany."""
         return await self._in_turn(lambda: self._join(name, join, may_see))
 
-    def _join(self, name: str, join: m.Join, may_see: Callable[[str], bool]) -> int:
+    def _join(self, name: str, join: pb.JoinRequest, may_see: Callable[[str], bool]) -> int:
         self.apart.check(name)
-        job = self._jobs.get(name)
+        job, command = self._jobs.get(name), m.Join(join)
         if job is None or starts_again(job.row, join):
             live = sum(not other.row.state.is_over for other in self._jobs.values())
             if live >= self._jobs_max:
@@ -804,16 +800,14 @@ class Driver:
             if origin := restarts.wanted(None if job is None else job.row, join):
                 other = self._jobs.get(origin) if may_see(origin) else None
                 chosen = restarts.chosen(name, origin, None if other is None else other.row, join)
-                join = replace(join, origin=chosen)
+                command = m.Join(join, chosen)
             elif job is None or not job.row.checkpoints:
-                join = replace(join, origin=restarts.adopted(name, None if job is None else job.row, join))
+                command = m.Join(join, restarts.adopted(name, None if job is None else job.row, join))
         if job is None:
             kind = job_class(join.config)
-            job = kind.create(name, self._log_servers, join, self.timing, self._clock(), self._copies)
-            self._step(job, join)
-            self._jobs[name] = job
-        else:
-            self._step(job, join)
+            job = kind.create(name, self._log_servers, command, self.timing, self._clock(), self._copies)
+        self._step(job, command)
+        self._jobs[name] = job
         return job.row.generation
 
     async def apply(self, name: str, command: m.Command) -> Job:
@@ -1038,14 +1032,12 @@ class Driver:
             deletes += gone
         if not puts:
             return
-        expected = {row_key(name): self._revisions.get(name, 0) for name in jobs}
         try:
-            revision = await self._store.commit(Transaction(expected=expected, puts=puts, deletes=deletes))
+            await self._store.commit(puts, deletes)
         except (StoreConflict, StoreFailed) as error:
             reason = f"job {', '.join(jobs)} cannot be made durable: {error}"
             self._fail(reason)
             raise Unavailable(reason) from error
-        self._revisions.update(dict.fromkeys(jobs, revision))
 
     def _fail(self, reason: str) -> None:
         if not self.failed.done():

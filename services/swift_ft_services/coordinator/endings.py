@@ -12,7 +12,7 @@ version is a fault of its trainer.
 import signal
 
 from swift_ft._pb import coordinator_pb2 as pb
-from swift_ft_services.coordinator.job_record import End, JobRow, State
+from swift_ft_services.coordinator.job_record import JobRow, State
 from swift_ft_services.coordinator.liveness import StepClock
 from swift_ft_services.coordinator.text import exit_words
 from swift_ft_services.coordinator.timeouts import Timing
@@ -47,11 +47,9 @@ class Endings:
 
     def on_finish(self, finish: pb.FinishRequest) -> bool:
         end = self._row.end
-        if not finish.called or (end is not None and (end.num_steps, -end.version) >= _order(finish)):
+        if not finish.called or (end is not None and _order(end) >= _order(finish)):
             return False
-        self._row.end = End(
-            version=finish.version, num_steps=finish.num_steps, rank=finish.rank, reason=finish.reason
-        )
+        self._row.end = finish
         return True
 
     def unlike(self, finish: pb.FinishRequest) -> str:

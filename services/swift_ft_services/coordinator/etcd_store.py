@@ -4,13 +4,12 @@ Below the store's prefix::
 
     hold          the holder's address, under its lease: whoever creates this key holds the store
     head          the newest transaction: {"revision", "staged"}; every transaction changes it
-    rows/KEY\\0N   part N of a value; the first one begins with its revision and the number of its parts
+    rows/KEY\\0N   part N of a value; the first one begins with the number of its parts
     staged/N      a part of a transaction that is too large for one request, as etcd's own TxnRequest
 
 A commit is one etcd transaction. Its conditions: `hold` is still the key that this holder has created, and `head` is as
 this holder has left it. So a holder that has lost its lease commits nothing, whatever it believes, and an attempt that
-is repeated because its answer was lost is made once. The conditions of `Transaction.expected` are checked here: nobody
-else writes rows while `hold` and `head` are unchanged.
+is repeated because its answer was lost is made once.
 
 A transaction that is too large is staged first; then one etcd transaction, the commit, writes in `head` how many parts
 there are, and they are applied. A holder that finds staged parts in `head` applies them first, as often as it takes.
@@ -22,8 +21,9 @@ did. A holder that was paused or cut off is silent until it knows better.
 import asyncio
 import contextlib
 import json
+import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,12 +36,10 @@ from swift_ft.credentials import Credentials, open_channel_on_loop
 from swift_ft.errors import UsageError
 from swift_ft.text import one_line
 from swift_ft_services.coordinator.store import (
+    OLDER,
     StoreConflict,
-    Stored,
     StoreFailed,
     StoreHeld,
-    Transaction,
-    _check,
 )
 
 LEASE_S = 3
@@ -49,6 +47,7 @@ LEASE_S = 3
 RENEW_S = 0.75
 """Seconds between two renewals, and for which one waits for its answer before it asks the next member."""
 ATTEMPT_S = 1.0
+"""Seconds for which a call waits for a member; twice as long after each that was too short, as on a slow network."""
 PAUSE_S = 0.05
 UNHEARD_S = 30.0
 """Seconds without an answer from any member after which a call that waits for no lease fails."""
@@ -58,7 +57,8 @@ BYTES_MAX = 1 << 20
 """Of one request; etcd allows 1.5 MiB (--max-request-bytes)."""
 PART_BYTES = 1 << 18
 """Of a value."""
-PAGE = 256
+PAGE = 16
+"""Rows of one answer, which may take an attempt's time."""
 OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.initial_reconnect_backoff_ms", 50),
@@ -116,8 +116,8 @@ class EtcdStore:
         self._renewing: asyncio.Task[None] | None = None
         self._head = (0, 0)
         """(revision, `mod_revision`) of the newest transaction."""
-        self._rows: dict[str, tuple[int, int]] = {}
-        """Key -> its revision, and the number of its parts."""
+        self._parts: dict[str, int] = {}
+        """Key -> the number of its parts."""
         self._turn = asyncio.Lock()
 
     # --- the interface ---
@@ -160,39 +160,41 @@ class EtcdStore:
         holder = one_line(found.value.decode(errors="replace"))
         return StoreHeld(f"{self._where}: another coordinator uses it, {holder}")
 
-    async def read(self, prefix: str = "") -> dict[str, Stored]:
+    async def read(self, prefix: str = "") -> dict[str, str]:
         async with self._turn:
             rows = await self._read(self._key(f"rows/{prefix}"))
-        found: dict[str, Stored] = {}
+        found: dict[str, str] = {}
         parts: dict[str, list[bytes]] = {}
         for key, part in rows:
             parts.setdefault(key, []).append(part)
         for key, pieces in sorted(parts.items()):
-            head, _, first = pieces[0].partition(b"\n")
-            words = head.split()
-            if len(words) != 2 or not all(word.isdigit() for word in words) or int(words[1]) != len(pieces):
+            count, _, first = pieces[0].partition(b"\n")
+            if re.fullmatch(rb"\d+ \d+", count):  # began with its revision, too
+                raise StoreFailed(
+                    f"{self._where}: {key} {OLDER} prefix, as in --store etcd://{self._members[0]}/PREFIX"
+                )
+            if count != b"%d" % len(pieces):
                 raise StoreFailed(f"{self._where}: the value of {key} is damaged: parts of it are missing")
-            found[key] = Stored(
-                value=b"".join([first, *pieces[1:]]).decode(errors="replace"), revision=int(words[0])
-            )
-            self._rows[key] = (int(words[0]), len(pieces))
+            found[key] = b"".join([first, *pieces[1:]]).decode(errors="replace")
+            self._parts[key] = len(pieces)
         return found
 
-    async def commit(self, transaction: Transaction) -> int:
+    async def commit(self, puts: Mapping[str, str], deletes: Collection[str] = ()) -> None:
+        held = self._held
         async with self._turn:
-            for key, expected in transaction.expected.items():
-                _check(key, self._rows.get(key, (0, 0))[0], expected)
+            # If it was held anew meanwhile, the caller knows only what was there before.
+            if held is None or held is not self._held:
+                raise StoreConflict(f"{self._where}: the store is not held")
             revision = self._head[0] + 1
-            rows, operations = self._operations(transaction, revision)
+            parts, operations = self._operations(puts, deletes)
             groups = list(_grouped(operations))
             if len(groups) == 1:
                 await self._advance(revision, 0, groups[0])
             else:
                 await self._stage(revision, groups)
-            for key in {*transaction.deletes, *transaction.puts}:
-                self._rows.pop(key, None)
-            self._rows |= rows
-            return revision
+            for key in deletes:
+                self._parts.pop(key, None)
+            self._parts |= parts
 
     def holds(self) -> bool:
         """As `MetadataStore.holds`."""
@@ -209,13 +211,18 @@ class EtcdStore:
         self._channels.clear()
 
     async def _release(self) -> None:
-        held, self._held = self._held, None
+        held = self._held
         if self._renewing is not None:
             self._renewing.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._renewing
             self._renewing = None
-        if held is not None and not held.lost:
+        if held is None:
+            return
+        was_lost, held.lost = held.lost, held.lost or "it was given up"
+        async with self._turn:  # a commit under way ends with this hold, not with the next one
+            self._held = None
+        if not was_lost:
             with contextlib.suppress(StoreFailed):
                 await self._call(
                     "Lease", "LeaseRevoke", pb.LeaseRevokeRequest(ID=held.lease), limit_s=ATTEMPT_S
@@ -274,7 +281,7 @@ class EtcdStore:
             await self._apply(revision, staged)
         elif await self._range(self._key("staged/"), _end(self._key("staged/")), limit=1):
             await self._advance(revision, 0, [_delete(self._key("staged/"), _end(self._key("staged/")))])
-        self._rows = {}
+        self._parts = {}
         await self.read()
 
     async def _stage(self, revision: int, groups: Sequence[Sequence[pb.RequestOp]]) -> None:
@@ -334,21 +341,21 @@ class EtcdStore:
         return pb.Compare(key=self._key("head"), target=pb.Compare.MOD, mod_revision=self._head[1])
 
     def _operations(
-        self, transaction: Transaction, revision: int
-    ) -> tuple[dict[str, tuple[int, int]], list[pb.RequestOp]]:
-        """Returns the rows that the transaction puts, and its operations."""
-        rows: dict[str, tuple[int, int]] = {}
+        self, puts: Mapping[str, str], deletes: Collection[str]
+    ) -> tuple[dict[str, int], list[pb.RequestOp]]:
+        """Returns the number of parts of each value that is put, and the operations."""
+        parts: dict[str, int] = {}
         operations: list[pb.RequestOp] = []
-        for key, value in transaction.puts.items():
+        for key, value in puts.items():
             data = value.encode(errors="replace")
             pieces = [data[at : at + PART_BYTES] for at in range(0, len(data), PART_BYTES)] or [b""]
-            pieces[0] = b"%d %d\n" % (revision, len(pieces)) + pieces[0]
+            pieces[0] = b"%d\n" % len(pieces) + pieces[0]
             operations += [_put(self._row_key(key, number), piece) for number, piece in enumerate(pieces)]
-            rows[key] = (revision, len(pieces))
-        for key in {*transaction.deletes, *transaction.puts}:
-            gone = range(rows.get(key, (0, 0))[1], self._rows.get(key, (0, 0))[1])
+            parts[key] = len(pieces)
+        for key in {*deletes, *puts}:
+            gone = range(parts.get(key, 0), self._parts.get(key, 0))
             operations += [_delete(self._row_key(key, number)) for number in gone]
-        return rows, operations
+        return parts, operations
 
     def _key(self, name: str) -> bytes:
         return self._prefix + name.encode()
@@ -389,15 +396,17 @@ class EtcdStore:
     async def _call(self, service: str, method: str, request: Any, limit_s: float = UNHEARD_S) -> Any:
         """Makes the call at one member after the other until one answers. Raises StoreConflict once the store is lost
         meanwhile, StoreFailed for an error or if there is no answer for `limit_s`."""
-        began = self._clock()
+        began, attempt_s = self._clock(), ATTEMPT_S
         while True:
             at = self._at
             try:
-                return await getattr(self._stub(service), method)(request, timeout=min(limit_s, ATTEMPT_S))
+                return await getattr(self._stub(service), method)(request, timeout=min(limit_s, attempt_s))
             except grpc.RpcError as error:
                 code, details = error.code(), one_line(error.details() or "")
                 if code not in _ASKED_AGAIN:
                     raise StoreFailed(f"{self._where}: {code.name}: {details}") from None
+                if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    attempt_s *= 2
             if self._held is not None and self._held.lost:
                 raise StoreConflict(f"{self._where}: {self._held.lost}")
             if self._clock() - began > limit_s:

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from swift_ft import events
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft_services.coordinator.job_record import JobRow, State, opened, sealed
-from swift_ft_services.coordinator.store import Stored
 
 GENERATIONS_MAX = 256
 """Number of generations that are kept of a job."""
@@ -49,13 +48,13 @@ def forgotten(row: JobRow) -> list[str]:
     return [_key(row.job, oldest, state) for state in State] if oldest > 0 else []
 
 
-def read(job: str, stored: Mapping[str, Stored]) -> list[pb.Generation]:
+def read(job: str, stored: Mapping[str, str]) -> list[pb.Generation]:
     """Returns the generations, ascending, of what is stored under `prefix_of(job)`."""
     found: dict[int, pb.Generation] = {}
     for key, entry in stored.items():
         number, _, state = key.removeprefix(prefix_of(job)).partition("/")
         try:
-            told = opened(key, entry.value)
+            told = opened(key, entry)
         except ValueError as error:
             events.emit("history_damaged", job=job, reason=str(error))
             continue

@@ -11,9 +11,8 @@
     (no rank is left) ──all launchers asked to stop──> STOPPED ──started again──> FENCING
     (any) ──no plan, no progress, an error──> FAILED ──started again──> FENCING (FORMING: no checkpoint is complete)
 
-Each `become_x` makes one transition. `step` makes at most one of them. It detects changes of the row by comparison
-(`Changes`); if there are any, its effects begin with Persist. After a crash, `resume` returns the effects of the state
-again: all are idempotent.
+Each `become_x` makes one transition. `step` makes at most one of them. If it changes the row (`Changes`), its effects
+begin with Persist. After a crash, `resume` returns the effects of the state again: all are idempotent.
 
 Invariants: the generation only grows, and grows with every death or refusal. granted <= generation. RUNNING requires
 all ranks ready at one version. A View is a function of the row, so it shows only durable state. The number of
@@ -24,7 +23,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from swift_ft._pb import coordinator_pb2 as pb
-from swift_ft.planner import HeldSnapshot, RankMeasured, Report
+from swift_ft.planner import HeldSnapshot, Report
 from swift_ft.rpc.codec import optional
 from swift_ft_services.coordinator import checkpoints, endings, planning
 from swift_ft_services.coordinator import commands as m
@@ -77,13 +76,39 @@ from swift_ft_services.coordinator.restarts import (
 from swift_ft_services.coordinator.text import exit_words, plan_fields, report_fields, versions_words
 from swift_ft_services.coordinator.timeouts import Timing
 
-# The parts of a job's core, and its transitions: one `become_x` per state (the module docstring draws them).
-#
-# Each changes the row; `Job.step` detects the changes.
+
+def report_of(said: pb.ReportRequest, holder: Holder) -> Report:
+    return Report(
+        rank=holder.rank,
+        version=said.version if said.has_state else None,
+        undo_to=optional(said, "undo_to"),
+        undo_exact=said.undo_exact,
+        forward_to=optional(said, "forward_to"),
+        forward_by_all=said.forward_by_all,
+        finish_to=optional(said, "finish_to"),
+        since_generation=holder.since_generation,
+        host=holder.host,
+        can_help=said.can_help,
+        snapshots=tuple(HeldSnapshot(held.rank, held.version) for held in said.snapshots),
+    )
 
 
-class Transitions:
-    """The parts of one job and its transitions between states."""
+class Job:
+    """The state machine of one job. Not thread-safe. `now` is in monotonic seconds and never decreases.
+
+    Each `become_x` makes one transition (the module docstring draws them) by changing the row; `step` detects the
+    changes.
+    """
+
+    @classmethod
+    def create(
+        cls, job: str, log_servers: list[LogServer], join: m.Join, timing: Timing, now: float, copies: int = 1
+    ) -> "Job":
+        """Creates a job from its first Join, which is then passed to `step`. Raises Refusal if it is invalid."""
+        check_first(join.request)
+        row = first_row(job, log_servers, join.request, copies)
+        begin_at_checkpoint(row, join.origin)
+        return cls(row, timing, now, log_servers)
 
     def __init__(
         self,
@@ -108,7 +133,7 @@ class Transitions:
         self.leases = Leases([rank for rank, holder in row.holders.items() if not holder.gone], now)
         self._timing = timing
         self._looked = now
-        self.measured: dict[int, RankMeasured] = {}
+        self.measured: dict[int, pb.RankMeasured] = {}
         """rank -> last measurement reported by it or its predecessor. Not durable: ranks report it again."""
         self.suspicions = Suspicions(self.steps)
         self._suspected: list[m.Emit] = []
@@ -181,7 +206,8 @@ class Transitions:
     def _anew(self, dead: Mapping[int, str], reason: str) -> list[Effect]:
         vacant = planning.vacate(self.row, dead)
         events = [self._event("left_vacant", rank=slot) for slot in vacant]
-        return [*self._begin_anew(dead, reason), *events]
+        begin = self.become_forming if self.row.state is State.FORMING else self.become_fencing
+        return [*begin(dead, reason), *events]
 
     def _deaths(self, dead: Mapping[int, str], lost: Mapping[int, str]) -> list[Effect]:
         if not lost and self.row.vacant.keys() >= dead.keys():  # spares: the others go on
@@ -209,11 +235,6 @@ class Transitions:
         if ends := planning.give_up(row, missing):
             return self.become_failed(ends)
         return self._anew({}, f"no process takes the place of rank {', '.join(map(str, missing))}")
-
-    def _begin_anew(self, dead: Mapping[int, str], reason: str) -> list[Effect]:
-        if self.row.state is State.FORMING:
-            return self.become_forming(dead, reason)
-        return self.become_fencing(dead, reason)
 
     def _without_death(self, reason: str, what: str = "") -> list[Effect]:
         """Starts a generation in which all ranks keep their state. Fails the job once `setbacks` reaches its limit."""
@@ -331,36 +352,6 @@ class Transitions:
     def _event(self, event: str, **fields: object) -> m.Emit:
         return m.Emit(event=event, fields={"job": self.row.job, "generation": self.row.generation, **fields})
 
-
-def report_of(said: pb.ReportRequest, holder: Holder) -> Report:
-    return Report(
-        rank=holder.rank,
-        version=said.version if said.has_state else None,
-        undo_to=optional(said, "undo_to"),
-        undo_exact=said.undo_exact,
-        forward_to=optional(said, "forward_to"),
-        forward_by_all=said.forward_by_all,
-        finish_to=optional(said, "finish_to"),
-        since_generation=holder.since_generation,
-        host=holder.host,
-        can_help=said.can_help,
-        snapshots=tuple(HeldSnapshot(held.rank, held.version) for held in said.snapshots),
-    )
-
-
-class Job(Transitions):
-    """The state machine of one job. Not thread-safe. `now` is in monotonic seconds and never decreases."""
-
-    @classmethod
-    def create(
-        cls, job: str, log_servers: list[LogServer], join: m.Join, timing: Timing, now: float, copies: int = 1
-    ) -> "Job":
-        """Creates a job from its first Join, which is then passed to `step`. Raises Refusal if it is invalid."""
-        check_first(join)
-        row = first_row(job, log_servers, join, copies)
-        begin_at_checkpoint(row, join.origin)
-        return cls(row, timing, now, log_servers)
-
     @property
     def heartbeat_interval_s(self) -> float:
         return self._timing.interval_s(self.row.wanted)
@@ -388,7 +379,7 @@ class Job(Transitions):
                 return self._checkpoint(command)
             case pb.AskCheckpointRequest():
                 return self._ask_checkpoint(command)
-            case m.Measure():
+            case pb.MeasureRequest():
                 check_holder(self.row, command)
                 self.measured[command.rank] = command.measured
                 return []
@@ -421,7 +412,10 @@ class Job(Transitions):
             case m.LogHeard():
                 self.places.renew(command.address, now)
                 return []
-            case m.ChangeLogServers():
+            case m.LogLost():
+                return self._log_lost(command, now)
+            case pb.ChangeLogServersRequest():
+                check_change(self.row, command)
                 return self._change_log_servers(command, now)
             case pb.RevokeRequest() | pb.VoteRequest():
                 raise Refusal(Refused.INVALID, f"job {self.row.job} is a session's, not a communicator's")
@@ -457,35 +451,36 @@ class Job(Transitions):
     # --- commands of members ---
 
     def _join(self, join: m.Join, now: float) -> list[Effect]:
-        row = self.row
-        if starts_again(row, join):
-            check_first(join)
-            check_start(row, join)
+        row, request, member = self.row, join.request, join.request.member
+        if starts_again(row, request):
+            check_first(request)
+            check_start(row, request)
             if row.checkpoints:
-                check_origin(row, join)
+                check_origin(row, request)
             return [*self._start_again(join, now), *self._join(join, now)]
-        check_join(row, join)
-        check_origin(row, join)
-        if join.rank in row.holders:
+        check_join(row, request)
+        check_origin(row, request)
+        rank = member.rank
+        if rank in row.holders:
             return []
         first = row.revision == 0
-        note_run(row, join.run, join.rank)
+        note_run(row, request.run, rank)
         row.members += 1
-        row.holders[join.rank] = Holder(
-            rank=join.rank,
-            incarnation=join.incarnation,
-            pid=join.pid,
-            host=join.host,
+        row.holders[rank] = Holder(
+            rank=rank,
+            incarnation=member.incarnation,
+            pid=member.pid,
+            host=member.host,
             since_generation=row.generation,
             member=row.members,
         )
-        self.leases.renew(join.rank, now)
-        self.places.seat(join.rank, join.host)
+        self.leases.renew(rank, now)
+        self.places.seat(rank, member.host)
         # After the end, the process only runs the code that follows `Session.run`; no slot is refilled then.
-        row.given_up = [slot for slot in row.given_up if slot != join.rank]
-        fills = join.rank in row.vacant and not row.state.is_over
-        back = planning.fill(row, join.rank) if fills else ""
-        joined = self._event("joined", rank=join.rank, incarnation=join.incarnation, member_pid=join.pid)
+        row.given_up = [slot for slot in row.given_up if slot != rank]
+        fills = rank in row.vacant and not row.state.is_over
+        back = planning.fill(row, rank) if fills else ""
+        joined = self._event("joined", rank=rank, incarnation=member.incarnation, member_pid=member.pid)
         if first:
             return [*self._transition(), joined, *self._fence_logs()]
         if back:
@@ -495,12 +490,12 @@ class Job(Transitions):
     def _start_again(self, join: m.Join, now: float) -> list[Effect]:
         row = self.row
         if self._log_servers:
-            self.places.forget_all()
+            self.places.leases = Leases([], 0.0)  # of servers whose numbers start at 0 again
         if not row.checkpoints:
             begin_at_checkpoint(row, join.origin)
-        reason = begin_again(row, join, self._log_servers)
-        note_run(row, join.run, join.rank)
-        self.places.start_afresh(now)
+        reason = begin_again(row, join.request, self._log_servers)
+        note_run(row, join.request.run, join.request.member.rank)
+        self.places.leases.start_afresh(now)
         self.measured.clear()
         self.suspicions.clear()
         dead = dict.fromkeys(row.holders, "its job was started again")
@@ -697,7 +692,8 @@ class Job(Transitions):
             self.leases.forget(rank)
             return [event]
         if row.state is State.FINISHED:
-            return [event, *self._lost_after_the_end(rank, why)]
+            # It may have had files left to save: another one may take the rank, with the final checkpoint.
+            return [event, *self._told(self._fence({rank: why}))]
         if ends := self.setbacks.exit(rank, exited.exit_code):
             return [event, *self.become_failed(ends, launcher_code(exited.exit_code))]
         if exited.given_up and (ends := planning.give_up(row, [rank])):
@@ -713,24 +709,15 @@ class Job(Transitions):
             self.suspicions.say(place.rank, place.unfit, now, 0, unfit=True)
         return [self._event("place_unfit", rank=place.rank, reason=place.unfit)]
 
-    def _lost_after_the_end(self, rank: int, why: str) -> list[Effect]:
-        """Frees the rank of a process that died after FINISHED: it may have had files left to save. Another process may
-        take the rank if the final checkpoint is available."""
-        row = self.row
-        holder = row.holders.pop(rank)
-        row.fence(holder)
-        self.leases.forget(rank)
-        return self._told([self._event("fenced", rank=rank, incarnation=holder.incarnation, reason=why)])
-
     def _tick(self, now: float, *, behind: bool) -> list[Effect]:
         looked, self._looked = self._looked, now
         if now - looked > self._timing.stall_s:
             # This process or its disk was stalled: the silence was not the ranks' fault.
             self.leases.start_afresh(now)
-            self.places.start_afresh(now)
+            self.places.leases.start_afresh(now)
         elif behind:
             self.leases.stand_still(now - looked, now)
-            self.places.stand_still(now - looked, now)
+            self.places.leases.stand_still(now - looked, now)
         if self.row.state.is_over:
             return []
         late = self.leases.overdue(self._timing.lease_s, now)
@@ -757,7 +744,8 @@ class Job(Transitions):
         if fenced.generation != row.generation or row.state not in (State.FORMING, State.FENCING):
             return []
         row.granted = row.generation
-        came = [self._event("log_server_added", **self.places.came(n)) for n in self.places.granted()]
+        self.places.note_cold(fenced.cold)
+        came = [self._event("log_server_added", **self.places.named(n)) for n in self.places.granted()]
         row.blocked = {}
         if row.state is State.FENCING:
             return [*self.become_planning(), *came]
@@ -781,10 +769,26 @@ class Job(Transitions):
         lost = self.places.without(refused)
         return self._deaths({}, lost) if lost else self.become_failed(refused.reason)
 
-    def _change_log_servers(self, change: m.ChangeLogServers, now: float) -> list[Effect]:
-        check_change(self.row, change)
-        added, lost = self.places.change(change, now)
-        if lost and change.why and (ends := self.setbacks.refuse(f"log server {change.lost} {change.why}")):
+    def _log_lost(self, lost: m.LogLost, now: float) -> list[Effect]:
+        """Uses the server as a new one, in a new generation: its records are lost."""
+        row, number = self.row, self.places.number_of(lost.address)
+        if (
+            number is None
+            or row.generation != lost.generation
+            or row.state is State.FORMING
+            or row.state.is_over
+        ):
+            return []
+        why, host = "has come back without this job's records", row.log_servers[number].host
+        change = pb.ChangeLogServersRequest(lost=lost.address, add=lost.address, add_host=host)
+        return self._change_log_servers(change, now, why)
+
+    def _change_log_servers(
+        self, change: pb.ChangeLogServersRequest, now: float, why: str = ""
+    ) -> list[Effect]:
+        """`why`: reason for the loss; empty: an operator reports it."""
+        added, lost = self.places.change(change, now, why or "was given up by an operator")
+        if lost and why and (ends := self.setbacks.refuse(f"log server {change.lost} {why}")):
             return self.become_failed(ends)
         if lost:
             return self._deaths({}, lost)
@@ -799,7 +803,7 @@ class Job(Transitions):
         ):
             return []
         row.blocked = {}
-        streams, sources = self.places.combined(inventory.servers)
+        streams, sources = self.places.combined(inventory.servers, inventory.moved)
         row.plan, reason = decide(row, streams, self.measured)
         row.sources = sources if row.plan is not None and row.plan.reads_log else {}
         if row.plan is None:
@@ -816,6 +820,7 @@ class Job(Transitions):
             return []
         row.blocked = {}
         self.places.empty()
+        self.places.note_cold(reset.cold)
         return self.become_recovering()
 
     def _logs_pressed(self, pressed: m.LogsPressed) -> list[Effect]:

@@ -22,7 +22,6 @@ from google.protobuf.message import Message
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.planner import Plan, Refusals, Report
 from swift_ft.rpc.codec import as_json
-from swift_ft_services.coordinator.store import Stored
 
 # Table: a dict that records which of its entries have changed.
 
@@ -130,9 +129,14 @@ class LogServer:
     lost: str = ""
     """Reason why it is no longer read or written; empty while in use."""
     fresh: bool = False
-    """True if it was added while the job ran: it is emptied before use."""
-    instead_of: int | None = None
-    """Number of the lost server that it replaces."""
+    """True if it is not in use yet: it is emptied before."""
+    added: bool = False
+    """True if an operator has named it while the job ran."""
+    cold: str = ""
+    """Where in the object store it has what it has moved of this job, since the log began; empty: nowhere."""
+    below: int | None = None
+    """(lost) Version at which training continued without it: it has nothing that counts from there on. None: the
+    generation has not reached RUNNING."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,6 +158,8 @@ class RankLogs:
     copies: tuple[Copy, ...] = ()
     lost: str = ""
     """Reason why older records are gone: every server that held them is lost."""
+    moved: tuple[Copy, ...] = ()
+    """Copies on lost servers of which a part may be in the object store."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,17 +176,6 @@ class Origin:
     """(its own) Generation before the first one with it: no earlier process has acted in a newer one."""
     place: str = ""
     """(its own) The directory that has it, for people."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class End:
-    """The version at which a trainer ended the job before its last step."""
-
-    version: int
-    num_steps: int
-    """Number of steps that were planned."""
-    rank: int
-    reason: str
 
 
 LACKS = -1
@@ -206,6 +201,8 @@ def replicas_of(config: Mapping[str, str]) -> int:
 class JobRow:
     """All durable state of a job. Fields and table entries are replaced, never modified in place."""
 
+    changed: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
+    """Fields, other than tables, set to another value since this set was last cleared."""
     job: str
     world_size: int
     config: dict[str, str]
@@ -254,8 +251,8 @@ class JobRow:
     """(this generation) rank -> version at which it finished."""
     called: dict[int, bool] = field(default_factory=Table)
     """(this generation) rank that ran the last step -> whether its own trainer ended the job in that step."""
-    end: End | None = None
-    """The end before the last step; None if no trainer has ended the job."""
+    end: pb.FinishRequest | None = None
+    """The end before the last step, as the rank has told it whose trainer ended the job; None if none has."""
     plan: Plan | None = None
     """Plan of this generation; set from PLANNING on."""
     sources: dict[str, list[int]] = field(default_factory=dict)
@@ -320,10 +317,14 @@ class JobRow:
     decisions: dict[int, pb.Decision] = field(default_factory=Table)
     """Number -> decision of this generation; the last two are kept."""
 
-    def __setattr__(self, name: str, value: object) -> None:
-        """Sets a field. Wraps a dict in a Table, so that changes in it are tracked."""
-        if type(value) is dict and name in TABLE_FIELDS:
-            value = Table(value)
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets a field, and records that it has changed. Wraps a dict in a Table, whose entries record that."""
+        before = getattr(self, name, None)
+        if name in TABLE_FIELDS:
+            value = value if isinstance(value, Table) else Table(value)
+            value.changed |= before.changed.union(before) if before is not None else set()
+        elif name != "changed" and (not hasattr(self, name) or before != value):
+            self.changed.add(name)
         object.__setattr__(self, name, value)
 
     def fence(self, holder: Holder) -> None:
@@ -360,14 +361,26 @@ class JobRow:
     def addresses(self) -> list[str]:
         return [self.log_servers[number].address for number in self.living()]
 
+    def reads_moved(self) -> str:
+        """Returns the address of a server that reads what lost ones have moved to its object store, too; or none."""
+        return next((self.log_servers[n].address for n in self.living() if self.log_servers[n].cold), "")
+
+    def moved(self, floor: int) -> dict[int, str]:
+        """Returns the lost servers that have moved records of steps from `floor` on -> where these are."""
+        return {
+            number: server.cold
+            for number, server in enumerate(self.log_servers)
+            if server.lost and server.cold and (server.below is None or server.below > floor)
+        }
+
 
 TABLE_FIELDS = frozenset(field.name for field in fields(JobRow) if field.default_factory is Table)
 
 
-FORMAT = 8
+FORMAT = 9
 ROOT = "jobs/"
 _FIELDS = tuple(
-    field.name for field in fields(JobRow) if field.name not in TABLE_FIELDS and field.name != "revision"
+    field.name for field in fields(JobRow) if field.name not in {*TABLE_FIELDS, "revision", "changed"}
 )
 
 
@@ -381,13 +394,11 @@ def row_key(job: str) -> str:
 
 
 class Changes:
-    """The changes of a row that are not durable yet. Compares with the last call, so the cost follows the changes."""
+    """The changes of a row that are not durable yet."""
 
     def __init__(self, row: JobRow, *, stored: bool = False) -> None:
         """`stored`: True if the whole row is durable already, False if none of it is."""
         self._row = row
-        self._tables: dict[str, Table[Any, Any]] = {}
-        self._seen: dict[str, Any] = {}
         self._dirty: set[tuple[Any, ...]] = set()
         """Parts that are not durable: a field's name, and with it the key of its entry if it is a table."""
         if stored:
@@ -395,23 +406,15 @@ class Changes:
             self._dirty.clear()
 
     def detect(self) -> bool:
-        found: set[tuple[Any, ...]] = set()
+        """Takes over what has changed since the last call. Returns whether anything has."""
+        row = self._row
+        row.changed.discard("revision")
+        found: set[tuple[Any, ...]] = {(name,) for name in row.changed}
+        row.changed.clear()
         for name in TABLE_FIELDS:
-            table: Table[Any, Any] = getattr(self._row, name)
-            known = self._tables.get(name)
-            if table is not known:
-                self._tables[name] = table
-                found |= {
-                    (name, entry) for entry in {*table, *(known or ()), *(known.changed if known else ())}
-                }
-            if table.changed:
-                found |= {(name, entry) for entry in table.changed}
-                table.changed.clear()
-        for name in _FIELDS:
-            value = getattr(self._row, name)
-            if name not in self._seen or (value is not self._seen[name] and value != self._seen[name]):
-                found.add((name,))
-            self._seen[name] = list(value) if isinstance(value, list) else value
+            table: Table[Any, Any] = getattr(row, name)
+            found |= {(name, entry) for entry in table.changed}
+            table.changed.clear()
         self._dirty |= found
         return bool(found)
 
@@ -434,9 +437,9 @@ class Changes:
         return puts, deletes
 
 
-def by_job(stored: Mapping[str, Stored]) -> dict[str, dict[str, Stored]]:
+def by_job(stored: Mapping[str, str]) -> dict[str, dict[str, str]]:
     """Groups stored parts by job: name -> its parts."""
-    found: dict[str, dict[str, Stored]] = {}
+    found: dict[str, dict[str, str]] = {}
     for key, part in stored.items():
         found.setdefault(key.removeprefix(ROOT).partition("/")[0], {})[key] = part
     return found

@@ -75,6 +75,8 @@ class Leases(Generic[Who]):
 
 
 RECENT_STEPS = 32
+STEP_BOUND_FACTOR = 10
+"""A step counts as hung once it has run this many times as long as the longest of the recent steps."""
 
 
 class StepClock:
@@ -119,7 +121,7 @@ class StepClock:
     @property
     def bound_s(self) -> float:
         longest_s = max(self._recent_s, default=0.0)
-        return max(self._timing.step_bound_s, self._timing.step_bound_factor * longest_s)
+        return max(self._timing.step_bound_s, STEP_BOUND_FACTOR * longest_s)
 
     def overdue(self, now: float) -> list[tuple[int, float]]:
         """Returns (rank, seconds) of each step past the bound. Empty until the end of a first step was observed."""
@@ -135,8 +137,8 @@ class Suspicions:
 
     def __init__(self, steps: StepClock) -> None:
         self._steps = steps
-        self._said: dict[int, tuple[str, float, int]] = {}
-        self._unfit: set[int] = set()
+        self._said: dict[int, tuple[str, float, int, bool]] = {}
+        """rank -> (reason, when, generation, whether its place has failed the health check)"""
 
     def say(self, rank: int, reason: str, now: float, generation: int, *, unfit: bool = False) -> bool:
         """Records a reported problem; an empty reason takes it back. Returns whether it is recorded: not if
@@ -147,19 +149,17 @@ class Suspicions:
         if not reason and not generation:
             self._said.pop(rank, None)
             return False
-        self._said[rank] = (reason, now, generation)
-        (self._unfit.add if unfit else self._unfit.discard)(rank)
+        self._said[rank] = (reason, now, generation, unfit)
         return True
 
     def clear(self) -> None:
         self._said.clear()
-        self._unfit.clear()
 
     def due(self, row: JobRow, older_s: float, now: float) -> str:
         """Returns why a generation must begin: a connection lost for `older_s`, and no death reported; else empty."""
         if row.state not in (State.FORMING, State.RECOVERING, State.RUNNING):
             return ""
-        for rank, (reason, at, generation) in sorted(self._said.items()):
+        for rank, (reason, at, generation, _) in sorted(self._said.items()):
             if generation == row.generation and now - at >= older_s:
                 return f"rank {rank} has lost a connection, and nobody has died: {reason}"
         return ""
@@ -167,8 +167,8 @@ class Suspicions:
     def all(self, row: JobRow, now: float) -> list[pb.Suspicion]:
         """Returns the current suspicions: reported problems and, while RUNNING, steps past their bound (in s)."""
         said = [
-            pb.Suspicion(rank=rank, reason=reason, age_s=now - at, told=True, unfit=rank in self._unfit)
-            for rank, (reason, at, _) in sorted(self._said.items())
+            pb.Suspicion(rank=rank, reason=reason, age_s=now - at, told=True, unfit=unfit)
+            for rank, (reason, at, _, unfit) in sorted(self._said.items())
         ]
         if row.state is not State.RUNNING:
             return said

@@ -5,17 +5,17 @@ Calls block, so they run in threads; their results become commands for the job.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 from swift_ft import events
+from swift_ft._pb import log_pb2
 from swift_ft.credentials import Credentials
 from swift_ft.errors import (
     AccessDenied,
     JobSetApart,
     LogUnavailable,
-    ServiceError,
     StaleGeneration,
     SwiftError,
     UnknownJob,
@@ -30,25 +30,6 @@ from swift_ft_services.coordinator.log_placement import RESETS, Call
 from swift_ft_services.threads import NONE_LEFT, Threads
 
 
-class GenerationRefused(ServiceError):
-    """The log server holds a higher generation of this job: a retry will not help."""
-
-    address = ""
-
-
-class Unfit(GenerationRefused):
-    """The log server reports that it cannot serve this job: its files there are damaged, or each answer is an error. A
-    retry will not help."""
-
-
-class Answered(ServiceError):
-    """The log server answered with an error: it is reachable."""
-
-
-class JobForgotten(ServiceError):
-    """A log server that held a generation of the job no longer knows the job."""
-
-
 def check_address(address: str) -> None:
     """Validates the address of a log server that a caller names: this process would connect there with a token that is
     valid for every job. Raises UsageError if it must not."""
@@ -59,74 +40,65 @@ def check_address(address: str) -> None:
 
 
 class LogServers:
-    """Calls to one log server each. They block; the driver runs them in threads.
-
-    Raises ServiceError if there is no answer: retry. Raises Unfit if a retry will not help.
-    """
+    """Calls to one log server each. They block; the driver runs them in threads. They raise what `swift_ft.log.admin`
+    does."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
 
-    def fence(self, address: str, job: str, generation: int, held: bool = False) -> None:
-        """Fences the job, durably: from now on the server accepts only appends of `generation`. Raises
-        GenerationRefused; raises JobForgotten if `held` and the server holds no earlier generation of the job."""
-        with _named_errors(address, job):
-            admin.fence(address, job, generation, self._timeout_s, held=held)
+    def fence(self, address: str, job: str, generation: int, held: bool = False) -> str:
+        """Fences the job, durably: from now on the server accepts only appends of `generation`. Returns where it has
+        what it moves to an object store. Raises StaleGeneration; raises UnknownJob if `held` and the server holds no
+        earlier generation of the job."""
+        return admin.fence(address, job, generation, self._timeout_s, held=held)
 
-    def trim(self, address: str, job: str, below_step: int) -> None:
-        with _named_errors(address, job):
-            admin.trim(address, job, below_step, self._timeout_s)
+    def trim(self, address: str, job: str, below_step: int, cold: str = "") -> None:
+        """`cold`: drops instead what a lost server has moved there."""
+        admin.trim(address, job, below_step, self._timeout_s, cold)
 
-    def reset(self, address: str, job: str, generation: int, number: int) -> None:
-        """Drops every record of the job, once for each `number` of a generation, which the server must hold. Raises
-        GenerationRefused, JobForgotten."""
-        with _named_errors(address, job):
-            admin.reset(address, job, generation, self._timeout_s, number=number)
+    def reset(self, address: str, job: str, generation: int, number: int) -> str:
+        """Drops every record of the job, once for each `number` of a generation, which the server must hold. Returns as
+        `fence` does. Raises StaleGeneration, UnknownJob."""
+        return admin.reset(address, job, generation, self._timeout_s, number=number)
 
     def space(self, address: str, job: str, generation: int) -> admin.JobSpace:
-        with _named_errors(address, job):
-            found = admin.space(address, job, generation, self._timeout_s)
-            if found.apart:
-                raise JobSetApart(found.apart)
-            return found
+        found = admin.space(address, job, generation, self._timeout_s)
+        if found.apart:
+            raise JobSetApart(found.apart)
+        return found
 
-    def inventory(self, address: str, job: str) -> list[StreamSummary]:
-        """Returns a summary of every stream of the job; empty for an unknown job."""
-        with _named_errors(address, job):
-            return [_summary(stream) for stream in admin.inventory(address, job, self._timeout_s)]
+    def inventory(self, address: str, job: str, cold: str = "") -> list[StreamSummary]:
+        """Returns a summary of every stream of the job; empty for an unknown job. `cold`: of those that a lost server
+        has moved there."""
+        return [_summary(stream) for stream in admin.inventory(address, job, self._timeout_s, cold)]
 
 
-@contextmanager
-def _named_errors(address: str, job: str) -> Iterator[None]:
-    """Converts errors of the log client to those of `LogServers`."""
-    try:
-        yield
-    except StaleGeneration as error:
-        raise GenerationRefused(
+def _words(address: str, job: str, error: SwiftError) -> str:
+    """Returns an error of a log server's as one line that names it."""
+    if isinstance(error, StaleGeneration):
+        return (
             f"log server {address} is ahead of this coordinator for job {job} ({error}): "
             "start the job under another name, or with an empty log"
-        ) from error
-    except UnknownJob as error:
-        raise JobForgotten(f"log server {address}: {error}") from error
-    except JobSetApart as error:
-        raise Unfit(f"log server {address}: {error}") from error
-    except (AccessDenied, LogUnavailable, Unfit):
-        raise
-    except SwiftError as error:
-        where = "" if str(error).startswith("log server") else f"log server {address}: "
-        raise Answered(f"{where}{error}") from error
+        )
+    named = isinstance(error, AccessDenied | LogUnavailable) or str(error).startswith("log server")
+    return str(error) if named else f"log server {address}: {error}"
 
 
-def _summary(stream: admin.StreamInventory) -> StreamSummary:
+def _refusal(generation: int, address: str, job: str, error: SwiftError) -> m.LogsRefused:
+    unfit, reason = isinstance(error, JobSetApart), _words(address, job, error)
+    return m.LogsRefused(generation=generation, reason=reason, address=address, unfit=unfit)
+
+
+def _summary(stream: log_pb2.StreamInventory) -> StreamSummary:
     return StreamSummary(
         stream=stream.stream,
         records=stream.records,
-        first_step=-1 if stream.first_step is None else stream.first_step,
-        last_step=-1 if stream.last_step is None else stream.last_step,
+        first_step=stream.first_step if stream.has_records else -1,
+        last_step=stream.last_step if stream.has_records else -1,
         trimmed_below_step=stream.trimmed_below_step,
         corrupt=stream.corrupt,
         reason=stream.reason,
-        unlogged=stream.unlogged,
+        unlogged=admin.unlogged(stream),
         marks=stream.marks,
     )
 
@@ -136,6 +108,7 @@ logger = logging.getLogger(__name__)
 RETRY_FIRST_S = 0.05
 RETRY_LAST_S = 1.0
 TRIM_ATTEMPTS = 5
+MOVED_ATTEMPTS = 3
 ERRORS_MAX = 10
 """Consecutive errors after which a log server counts as unfit. One that does not answer at all is retried without
 limit."""
@@ -153,6 +126,14 @@ class Unsure(Unavailable):
 
 class _Overtaken(Exception):
     """The answer is no longer needed: a newer generation asks again, or the job is over."""
+
+
+class _Refused(Exception):
+    """The log server holds a higher generation of this job, or cannot serve it: a retry will not help."""
+
+    def __init__(self, command: m.LogsRefused) -> None:
+        super().__init__(command)
+        self.command = command
 
 
 class Questions:
@@ -173,6 +154,8 @@ class Questions:
         self._pollers = Threads(8, "space")
         self._given_up: set[str] = set()
         """Addresses that a job has given up and that have not answered since: other jobs do not wait for them."""
+        self._losses_seen: set[tuple[str, int]] = set()
+        """(job, number of a server) of the losses that `_given_up` was told of."""
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
         """(job, kind) -> the call in progress; a newer one replaces it."""
 
@@ -209,29 +192,35 @@ class Questions:
                 self._failed(key[0], f"{type(error).__name__} in {key[1]}: {error}")
 
     async def fence(self, job: Job, generation: int) -> None:
-        lost = {server.address for server in job.row.log_servers if server.lost}
-        self._given_up |= lost.difference(job.row.addresses())
+        lost = {(job.row.job, n) for n, server in enumerate(job.row.log_servers) if server.lost}
+        addresses = {job.row.log_servers[n].address for _, n in lost - self._losses_seen}
+        self._given_up |= addresses.difference(job.row.addresses())
+        self._losses_seen |= lost
         calls = self._calls(job, generation, log_placement.to_fence(job.row, job.places))
-        if await self._ask_all(job, generation, calls) is not None:
-            await self._apply(job.row.job, m.LogsFenced(generation=generation))
+        cold = await self._ask_all(job, generation, calls)
+        if cold is not None:
+            await self._apply(job.row.job, m.LogsFenced(generation=generation, cold=cold))
 
     async def reset(self, job: Job, generation: int) -> None:
         trim = self._tasks.get((job.row.job, "trim"))
         if trim is not None:
             trim.cancel()  # after the reset, steps below may be written again
         calls = self._calls(job, generation, log_placement.to_give_up(job.row))
-        if await self._ask_all(job, generation, calls) is not None:
-            await self._apply(job.row.job, m.LogsReset(generation=generation))
+        cold = await self._ask_all(job, generation, calls)
+        if cold is not None:
+            await self._apply(job.row.job, m.LogsReset(generation=generation, cold=cold))
 
-    def _calls(self, job: Job, generation: int, calls: Mapping[str, Sequence[Call]]) -> Callable[[str], None]:
+    def _calls(self, job: Job, generation: int, calls: Mapping[str, Sequence[Call]]) -> Callable[[str], str]:
         name = job.row.job
 
-        def ask(address: str) -> None:
+        def ask(address: str) -> str:
+            cold = ""
             for call in calls[address]:
                 if call in RESETS:
-                    self._logs.reset(address, name, generation, RESETS[call])
+                    cold = self._logs.reset(address, name, generation, RESETS[call])
                 else:
-                    self._logs.fence(address, name, generation, call is Call.FENCE_HELD)
+                    cold = self._logs.fence(address, name, generation, call is Call.FENCE_HELD)
+            return cold
 
         return ask
 
@@ -243,12 +232,31 @@ class Questions:
 
         answers = await self._ask_all(job, generation, inventory)
         if answers is not None:
-            await self._apply(name, m.InventoryTaken(generation=generation, servers=answers))
+            moved = await self._moved(job)
+            await self._apply(name, m.InventoryTaken(generation=generation, servers=answers, moved=moved))
+
+    async def _moved(self, job: Job) -> dict[int, list[StreamSummary]]:
+        """Returns what lost servers have moved to the object store. Without an answer nothing of it counts."""
+        row, found = job.row, dict[int, list[StreamSummary]]()
+        address = row.reads_moved()
+        for number, cold in row.moved(min(row.checkpoints, default=0)).items() if address else ():
+            inventory = partial(self._logs.inventory, address, row.job, cold)
+            for attempt in range(MOVED_ATTEMPTS):  # the server goes on reading after a call has timed out
+                try:
+                    found[number] = await self._in_thread(inventory)
+                    break
+                except SwiftError as error:
+                    if attempt == MOVED_ATTEMPTS - 1:
+                        events.emit(
+                            "moved_unknown", job=row.job, address=address, cold=cold, reason=str(error)
+                        )
+                await asyncio.sleep(RETRY_FIRST_S)
+        return found
 
     async def _ask_all(self, job: Job, generation: int, call: Callable[[str], T]) -> dict[str, T] | None:
         """Returns the answer of every log server in use. Returns None if the answers are no longer needed, or if one
         refused the generation, which is then reported to the job."""
-        refusals: list[GenerationRefused] = []
+        refusals: list[_Refused] = []
         overtaken = False
         try:
             async with asyncio.TaskGroup() as group:
@@ -256,20 +264,19 @@ class Questions:
                     address: group.create_task(self._until_answered(job, generation, address, call))
                     for address in job.row.addresses()
                 }
-        except* GenerationRefused as errors:
-            refusals = [error for error in errors.exceptions if isinstance(error, GenerationRefused)]
+        except* _Refused as errors:
+            refusals = [error for error in errors.exceptions if isinstance(error, _Refused)]
         except* _Overtaken:
             overtaken = True
         for refusal in refusals[:1]:
-            unfit = isinstance(refusal, Unfit)
-            await self._refused(job, generation, refusal.address, str(refusal), unfit=unfit)
+            await self._apply(job.row.job, refusal.command)
         if refusals or overtaken:
             return None
         return {address: task.result() for address, task in tasks.items()}
 
     async def _until_answered(self, job: Job, generation: int, address: str, call: Callable[[str], T]) -> T:
         """Retries as long as the generation lasts: without its log servers a job cannot recover, and they may return.
-        Raises _Overtaken if the answer is no longer needed, and Unfit if the server answers only with errors."""
+        Raises _Overtaken if the answer is no longer needed, and _Refused."""
         name = job.row.job
         pause_s = RETRY_FIRST_S
         errors = 0
@@ -278,23 +285,23 @@ class Questions:
                 raise _Overtaken
             try:
                 answer = await self._in_thread(lambda: call(address))
-            except GenerationRefused as refusal:
-                refusal.address = address
-                raise
-            except JobForgotten:
-                await self._begin_anew(job, generation, address)
+            except (StaleGeneration, JobSetApart) as error:
+                raise _Refused(_refusal(generation, address, name, error)) from None
+            except UnknownJob:
+                await self._apply(name, m.LogLost(generation=generation, address=address))
                 raise _Overtaken from None
-            except ServiceError as error:
-                given_up = address in self._given_up
+            except SwiftError as error:
+                words = _words(address, name, error)
+                given_up = address in self._given_up and isinstance(error, LogUnavailable)
                 blocked = m.LogsBlocked(
-                    generation=generation, address=address, reason=str(error), given_up=given_up
+                    generation=generation, address=address, reason=words, given_up=given_up
                 )
                 await self._apply(name, blocked)
-                errors = errors + 1 if isinstance(error, Answered) else 0
+                errors = 0 if isinstance(error, AccessDenied | LogUnavailable) else errors + 1
                 if errors >= ERRORS_MAX:
-                    unfit = Unfit(f"{error} ({errors} times in a row)")
-                    unfit.address = address
-                    raise unfit from None
+                    reason = f"{words} ({errors} times in a row)"
+                    refused = m.LogsRefused(generation=generation, reason=reason, address=address, unfit=True)
+                    raise _Refused(refused) from None
                 await asyncio.sleep(pause_s)
                 pause_s = min(RETRY_LAST_S, 2 * pause_s)
             else:
@@ -304,10 +311,10 @@ class Questions:
                 return answer
 
     async def _in_thread(self, call: Callable[[], T], pool: Threads | None = None) -> T:
-        """Runs a call in a thread. Raises ServiceError if no thread can be started: retry."""
+        """Runs a call in a thread. Raises LogUnavailable if no thread can be started: retry."""
         pool = pool or self._threads
         if not pool.ready():
-            raise ServiceError(NONE_LEFT)
+            raise LogUnavailable(NONE_LEFT)
         return await asyncio.get_running_loop().run_in_executor(pool, call)
 
     async def space(self, job: Job, generation: int) -> None:
@@ -320,15 +327,16 @@ class Questions:
                 space = await self._in_thread(
                     lambda: self._logs.space(address, name, generation), self._pollers
                 )
-            except Unfit as unfit:
-                await self._refused(job, generation, address, str(unfit), unfit=True)
+            except JobSetApart as error:
+                await self._apply(name, _refusal(generation, address, name, error))
                 return
-            except ServiceError as error:
+            except SwiftError as error:
                 logger.info("log server %s does not say how much room it has: %s", address, error)
                 return
+            self._given_up.discard(address)
             await self._apply(name, m.LogHeard(address=address))
             if space.unknown and granted == generation:
-                await self._begin_anew(job, generation, address)
+                await self._apply(name, m.LogLost(generation=generation, address=address))
             if space.wants_checkpoint:
                 await self._apply(
                     name,
@@ -343,31 +351,24 @@ class Questions:
             for address in job.row.addresses():
                 group.create_task(one(address))
 
-    async def _refused(self, job: Job, generation: int, address: str, reason: str, *, unfit: bool) -> None:
-        await self._apply(
-            job.row.job,
-            m.LogsRefused(generation=generation, reason=reason, address=address, unfit=unfit),
-        )
-
-    async def _begin_anew(self, job: Job, generation: int, address: str) -> None:
-        change = log_placement.used_anew(job.row, job.places, generation, address)
-        if change is not None:
-            await self._apply(job.row.job, change)
-
     async def trim(self, job: Job, below_step: int) -> None:
         """Retries only a few times: the next checkpoint trims again, and surplus records do no harm."""
-        name = job.row.job
+        row, name = job.row, job.row.job
 
-        async def one(address: str) -> None:
+        async def one(address: str, cold: str = "") -> None:
             for attempt in range(TRIM_ATTEMPTS):
                 try:
-                    await self._in_thread(lambda: self._logs.trim(address, name, below_step))
-                except ServiceError as error:
+                    await self._in_thread(lambda: self._logs.trim(address, name, below_step, cold))
+                except SwiftError as error:
                     events.emit("trim_failed", job=name, address=address, reason=str(error))
                     await asyncio.sleep(RETRY_FIRST_S * 2**attempt)
                 else:
                     return
 
+        needed, reader = row.moved(below_step), row.reads_moved()
         async with asyncio.TaskGroup() as group:
-            for address in job.row.addresses():
+            for address in row.addresses():
                 group.create_task(one(address))
+            for number, cold in row.moved(-1).items():
+                if reader and number not in needed:
+                    group.create_task(one(reader, cold))

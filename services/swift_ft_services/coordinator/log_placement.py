@@ -18,6 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.log import record
 from swift_ft.log.placement import Sender, place
 from swift_ft.planner.types import StreamSummary
@@ -39,6 +40,38 @@ class StreamCopy:
     no step."""
 
 
+def with_moved(
+    whole: StreamSummary, servers: tuple[int, ...], moved: Sequence[StreamCopy], *, floor: int = 0
+) -> tuple[StreamSummary, tuple[int, ...]]:
+    """Returns what `combined` does, with what lost servers have moved to the object store in front.
+
+    A moved part has every record from the step at which its server joined the stream to the step before the last one
+    that it has anything of. It counts if it leads to what follows without a gap: what its server had not moved yet is
+    lost. `servers` then begin with the lost ones, as a reader takes one part after the other.
+    """
+    begin = whole.first_step if whole.records and not whole.corrupt else None
+    while begin is not None and begin > floor:
+        leads = {
+            start: copy
+            for copy in moved
+            if not copy.summary.corrupt
+            and (start := _copies_begin(copy)) is not None
+            and start < begin <= copy.summary.last_step
+        }
+        if not leads:
+            break
+        begin = min(leads)
+        copy = leads[begin]
+        whole = replace(
+            whole,
+            first_step=begin,
+            reason=whole.reason if begin > floor else "",
+            unlogged=_hull(whole.unlogged, copy.summary.unlogged),
+        )
+        servers = (copy.server, *servers)
+    return whole, servers
+
+
 def combined(
     copies: Sequence[StreamCopy], *, floor: int = 0, lost: str = ""
 ) -> tuple[StreamSummary, tuple[int, ...]]:
@@ -53,8 +86,7 @@ def combined(
     servers = tuple(copy.server for copy in copies)
     trimmed = min(copy.summary.trimmed_below_step for copy in copies)
     # Over all copies: one may be incomplete, and records written again go also to copies that do not count yet.
-    declared = [copy.summary.unlogged for copy in copies if copy.summary.unlogged is not None]
-    unlogged = (min(u[0] for u in declared), max(u[1] for u in declared)) if declared else None
+    unlogged = _hull(*(copy.summary.unlogged for copy in copies))
     if not sound:
         damaged = [c for c in copies if c.summary.corrupt and c.whole_from is not None]
         if damaged:
@@ -83,6 +115,11 @@ def combined(
     return whole, tuple(copy.server for copy in chosen)
 
 
+def _hull(*ranges: tuple[int, int] | None) -> tuple[int, int] | None:
+    known = [each for each in ranges if each is not None]
+    return (min(begin for begin, _ in known), max(end for _, end in known)) if known else None
+
+
 def _copies_begin(copy: StreamCopy) -> int | None:
     """Returns the first step from which the copy is complete; None if it counts for no step."""
     summary = copy.summary
@@ -97,29 +134,19 @@ class Places:
     def __init__(self, row: JobRow, timing: Timing, now: float) -> None:
         self._row = row
         self._timing = timing
-        self._leases = Leases(row.living(), now)
+        self.leases = Leases(row.living(), now)
 
     # --- liveness ---
 
     def renew(self, address: str, now: float) -> None:
         number = self.number_of(address)
         if number is not None:
-            self._leases.renew(number, now)
-
-    def start_afresh(self, now: float) -> None:
-        self._leases.start_afresh(now)
-
-    def stand_still(self, seconds: float, now: float) -> None:
-        self._leases.stand_still(seconds, now)
-
-    def forget_all(self) -> None:
-        """Forgets all leases: the row gets other servers, whose numbers start at 0 again."""
-        self._leases = Leases([], 0.0)
+            self.leases.renew(number, now)
 
     def overdue(self, now: float, hosts: Collection[str] = ()) -> dict[int, str]:
         """Returns the servers that are lost by their silence -> reason. `hosts`: machines whose ranks are all silent: a
         server that has been silent there for half a lease is lost with them, if another one has not been."""
-        ages, limit_s, soon_s = self._ages_s(now), self._timing.log_lost_s, self._timing.lease_s / 2
+        ages, limit_s, soon_s = self.ages_s(now), self._timing.log_lost_s, self._timing.lease_s / 2
         heard_s = min(ages.values(), default=limit_s)
         if not limit_s or heard_s >= limit_s / 2:
             return {}
@@ -134,13 +161,14 @@ class Places:
     def given_up_elsewhere(self, address: str, now: float) -> dict[int, str]:
         """Returns {number: reason} of a server that does not answer and that another job has given up, once another one
         has answered."""
-        number, ages = self.number_of(address), self._ages_s(now)
+        number, ages = self.number_of(address), self.ages_s(now)
         if number is None or not self._timing.log_lost_s or min(ages.values()) == ages[number]:
             return {}
         return {number: "does not answer, and another job has given it up"}
 
-    def _ages_s(self, now: float) -> dict[int, float]:
-        return {number: self._leases.age_s(number, now) for number in self._row.living()}
+    def ages_s(self, now: float) -> dict[int, float]:
+        """Returns number -> seconds since the server answered last, of those in use."""
+        return {number: self.leases.age_s(number, now) for number in self._row.living()}
 
     def without(self, refused: m.LogsRefused) -> dict[int, str]:
         """Returns {number: reason} if the job can continue without the server that refused; empty if it cannot."""
@@ -150,10 +178,6 @@ class Places:
         others = len(row.living()) > 1 and row.state is not State.FORMING
         fits = others if refused.unfit else row.log_servers[number].fresh
         return {number: f"cannot be used: {refused.reason}"} if fits else {}
-
-    def ages_s(self, now: float) -> dict[str, float]:
-        row = self._row
-        return {row.log_servers[n].address: self._leases.age_s(n, now) for n in row.living()}
 
     def number_of(self, address: str) -> int | None:
         """Returns the number of the server in use with this address; None if there is none."""
@@ -179,18 +203,16 @@ class Places:
         placement[rank] = replace(placement.get(rank, RankLogs(host=host)), host=host)
         self._place()
 
-    def change(self, change: m.ChangeLogServers, now: float) -> tuple[bool, dict[int, str]]:
-        """Applies an operator's change. Returns (whether a server was added, number of each server to be lost ->
+    def change(self, change: pb.ChangeLogServersRequest, now: float, why: str) -> tuple[bool, dict[int, str]]:
+        """Applies a change. Returns (whether a server was added, number of each server to be lost ->
         reason). A repeated change has no effect."""
         number = self.number_of(change.lost) if change.lost else None
-        lost = {number: change.why or "was given up by an operator"} if number is not None else {}
+        lost = {number: why} if number is not None else {}
         if not change.add or self.number_of(change.add) not in (None, *lost):
             return False, lost
-        came = LogServer(
-            address=change.add, host=change.add_host, fresh=True, instead_of=self._gap(change.lost)
-        )
+        came = LogServer(address=change.add, host=change.add_host, fresh=True, added=True)
         self._row.log_servers = [*self._row.log_servers, came]
-        self._leases.renew(len(self._row.log_servers) - 1, now)
+        self.leases.renew(len(self._row.log_servers) - 1, now)
         if not lost:  # otherwise `lose` assigns the streams
             self._place()
         return True, lost
@@ -200,12 +222,17 @@ class Places:
         row = self._row
         for number, why in lost.items():
             self._replace(number, lost=why)
-            self._leases.forget(number)
+            self.leases.forget(number)
+        moved = row.moved(min(row.checkpoints, default=0))
         for rank, logs in row.placement.items():
             gone = [copy.server for copy in logs.copies if copy.server in lost]
             if not gone:
                 continue
-            left = replace(logs, copies=tuple(copy for copy in logs.copies if copy.server not in lost))
+            left = replace(
+                logs,
+                copies=tuple(copy for copy in logs.copies if copy.server not in lost),
+                moved=tuple(copy for copy in (*logs.moved, *logs.copies) if copy.server in moved),
+            )
             if _begins(left) > _begins(logs):
                 left = replace(left, lost="; ".join(self._lost_words(number) for number in gone))
             row.placement[rank] = left
@@ -246,40 +273,22 @@ class Places:
         have been added again."""
         return [number for number in self._row.living() if self._row.log_servers[number].fresh]
 
-    def by_origin(self) -> list[int]:
-        """Returns the servers in use in the order of --log-servers, each in the position of the one it replaced."""
-        servers = self._row.log_servers
-
-        def origin(number: int) -> int:
-            while (before := servers[number].instead_of) is not None:
-                number = before
-            return number
-
-        return sorted(self._row.living(), key=origin)
-
-    def _gap(self, lost: str) -> int | None:
-        """Returns the number of the lost server that a new one replaces: the one named with it, or one lost before."""
-        servers = self._row.log_servers
-        taken = {server.instead_of for server in servers if not (server.lost and server.fresh)}
-        open_ = [n for n, server in enumerate(servers) if _was_lost(server) and n not in taken]
-        named = [n for n, server in enumerate(servers) if server.address == lost and n not in taken]
-        found = next(iter([*reversed(named), *open_]), None)
-        if found is not None and servers[found].fresh:
-            return servers[found].instead_of  # never came into use: passes its own replacement on
-        return found
+    def in_order(self) -> list[int]:
+        """Returns the servers in use in the order in which their addresses were first named."""
+        addresses = [server.address for server in self._row.log_servers]
+        return sorted(self._row.living(), key=lambda number: addresses.index(addresses[number]))
 
     def named(self, number: int) -> dict[str, object]:
         return {"server": number, "address": self._row.log_servers[number].address}
-
-    def came(self, number: int) -> dict[str, object]:
-        gap = self._row.log_servers[number].instead_of
-        return {**self.named(number), "replaces": "" if gap is None else self._row.log_servers[gap].address}
 
     def mark_whole_from(self, version: int) -> str:
         """Records `version`, from which training continues, as the first complete step of new copies.
 
         Returns why the log cannot feed a replay from the newest complete checkpoint; empty if no reason is known.
         """
+        for number, server in enumerate(self._row.log_servers):
+            if server.lost and server.below is None:
+                self._replace(number, below=version)
         for rank, logs in self._row.placement.items():
             if any(copy.whole_from is None for copy in logs.copies):
                 whole = tuple(
@@ -295,15 +304,32 @@ class Places:
         """Marks all copies as complete: the job's records are dropped everywhere."""
         for rank, logs in self._row.placement.items():
             copies = tuple(replace(copy, whole_from=0) for copy in logs.copies)
-            self._row.placement[rank] = replace(logs, copies=copies, lost="")
+            self._row.placement[rank] = replace(logs, copies=copies, lost="", moved=())
+
+    def note_cold(self, cold: Mapping[str, str]) -> None:
+        """Records where the servers (by address) have what they move to the object store. A lost one that was taken
+        back, emptied, removes what it had moved."""
+        for address, where in cold.items():
+            number = self.number_of(address)
+            if number is None or self._row.log_servers[number].cold == where:
+                continue
+            self._replace(number, cold=where)
+            uid = where.partition("/")[0]
+            for other, server in enumerate(self._row.log_servers):
+                if server.lost and server.cold and server.cold.partition("/")[0] == uid:
+                    self._replace(other, cold="")
 
     # --- contents ---
 
     def combined(
-        self, inventories: Mapping[str, Sequence[StreamSummary]]
+        self,
+        inventories: Mapping[str, Sequence[StreamSummary]],
+        moved: Mapping[int, Sequence[StreamSummary]],
     ) -> tuple[dict[str, StreamSummary], dict[str, list[int]]]:
-        """Returns (stream -> summary of its copies together, stream -> servers to read), from those by address."""
+        """Returns (stream -> summary of its copies together, stream -> servers to read), from those by address, and
+        from what lost servers, by number, have moved to the object store."""
         row = self._row
+        there_moved = {n: {summary.stream: summary for summary in found} for n, found in moved.items()}
         there = {
             number: {
                 summary.stream: summary for summary in inventories.get(row.log_servers[number].address, ())
@@ -324,7 +350,15 @@ class Places:
             ]
             if copies:
                 lost = logs.lost if logs is not None else ""
-                summaries[stream], servers = combined(copies, floor=floor, lost=lost)
+                parts = [
+                    StreamCopy(
+                        server=n, summary=_part(summary, row.log_servers[n]), whole_from=copy.whole_from
+                    )
+                    for copy in (logs.moved if logs is not None else ())
+                    if (summary := there_moved.get(n := copy.server, {}).get(stream)) is not None
+                ]
+                found = combined(copies, floor=floor, lost=lost)
+                summaries[stream], servers = with_moved(*found, parts, floor=floor)
                 sources[stream] = list(servers)
         return summaries, sources
 
@@ -343,14 +377,17 @@ class Places:
         return f"log server {server.address} is lost: it {server.lost}"
 
 
-def unreplaced(row: JobRow) -> list[int]:
-    """Returns the lost servers not replaced yet. One that never came into use leaves no gap of its own."""
-    replaced = {server.instead_of for server in row.log_servers if not server.fresh}
-    return [n for n, server in enumerate(row.log_servers) if _was_lost(server) and n not in replaced]
+def _part(summary: StreamSummary, server: LogServer) -> StreamSummary:
+    """Returns what counts of the records that a lost server has moved."""
+    below = summary.last_step if server.below is None else min(summary.last_step, server.below)
+    return replace(summary, last_step=below)
 
 
-def _was_lost(server: LogServer) -> bool:
-    return bool(server.lost) and not server.fresh
+def unreplaced(row: JobRow) -> int:
+    """Returns how many servers fewer are in use than at the start of the job."""
+    wanted = sum(not server.added for server in row.log_servers)
+    in_use = sum(not server.lost and not (server.added and server.fresh) for server in row.log_servers)
+    return max(0, wanted - in_use)
 
 
 def _begins(logs: RankLogs) -> float:
@@ -380,7 +417,7 @@ RESETS: Mapping[Call, int] = {Call.EMPTY: EMPTIED_WHEN_NEW, Call.GIVE_UP: GIVEN_
 
 
 def to_fence(row: JobRow, places: Places) -> dict[str, tuple[Call, ...]]:
-    """Returns the calls for every log server in use, by address. For a server that has lost the job see `used_anew`."""
+    """Returns the calls for every log server in use, by address. For a server that has lost the job see `LogLost`."""
     fresh = places.fresh()
     # before a job runs, no log holds records of it
     held = (Call.FENCE_HELD if row.granted and row.state is not State.FORMING else Call.FENCE,)
@@ -394,18 +431,3 @@ def to_give_up(row: JobRow) -> dict[str, tuple[Call, ...]]:
     """Returns the calls by address. All servers hold the generation, except any that restarted empty since. A plain
     fence would let those accept appends, with a gap where their writers' acknowledged records were."""
     return dict.fromkeys(row.addresses(), (Call.FENCE_HELD, Call.GIVE_UP))
-
-
-def used_anew(row: JobRow, places: Places, generation: int, address: str) -> m.ChangeLogServers | None:
-    """Returns the change for a server that held this generation or an older one and has lost the job: it restarted with
-    another or an empty disk. Its records are lost, and it is used as a new server, in a new generation. Returns None if
-    that is handled already, or the job is over."""
-    number = places.number_of(address)
-    if number is None or row.generation != generation or row.state is State.FORMING or row.state.is_over:
-        return None
-    return m.ChangeLogServers(
-        lost=address,
-        add=address,
-        add_host=row.log_servers[number].host,
-        why="has come back without this job's records",
-    )

@@ -23,7 +23,6 @@ from swift_ft.metrics import (
     Samples,
     Value,
 )
-from swift_ft.planner import RecoveryGroups
 from swift_ft.rpc.codec import optional
 from swift_ft_services.coordinator import commands as m
 from swift_ft_services.coordinator.job import Job
@@ -39,25 +38,21 @@ def _oldest_lease_s(job: Job, now: float) -> float:
     return max((job.leases.age_s(rank, now) for rank, one in holders.items() if not one.gone), default=0.0)
 
 
-def _version(job: Job) -> int:
-    return max((job.steps.version(rank) for rank in job.row.holders), default=0)
-
-
-def _replay_left_steps(job: Job) -> int:
+def _replay_left_steps(job: Job, now: float) -> int:
     return max((max(0, replay.target - replay.version) for replay in job.replays.values()), default=0)
 
 
-def _replay_left_s(job: Job) -> float | None:
+def _replay_left_s(job: Job, now: float) -> float | None:
     left = [optional(replay, "seconds_left") for replay in job.replays.values()]
     return max((one for one in left if one is not None), default=None if left else 0.0)
 
 
-def _unless_over(job: Job, things: Collection[object]) -> int:
-    return 0 if job.row.state.is_over else len(things)
+def _gauge(name: str, help: str, labels: tuple[str, ...] = _JOB) -> Family:
+    return Family(f"swift_coordinator_{name}", GAUGE, help, labels)
 
 
-def _gauge(name: str, help: str) -> Family:
-    return Family(f"swift_coordinator_{name}", GAUGE, help, _JOB)
+def _counter(name: str, help: str, labels: tuple[str, ...] = _JOB) -> Family:
+    return Family(f"swift_coordinator_{name}_total", COUNTER, help, labels)
 
 
 _JOB_VALUES: Mapping[Family, Callable[[Job, float], Value | None]] = {
@@ -80,27 +75,21 @@ _JOB_VALUES: Mapping[Family, Callable[[Job, float], Value | None]] = {
     _gauge("blocked_log_servers", "Log servers that a recovery waits for."): (
         lambda job, now: len(job.row.blocked)
     ),
-    _gauge("lost_log_servers", "Log servers given up and not replaced."): (
-        lambda job, now: _unless_over(job, unreplaced(job.row))
+    _gauge("lost_log_servers", "Log servers fewer than at the start of the job."): (
+        lambda job, now: 0 if job.row.state.is_over else unreplaced(job.row)
     ),
-    _gauge("version", "Optimizer steps done, by the rank that is furthest."): lambda job, now: _version(job),
-    _gauge("measured_ranks", "Ranks that have reported how long their steps take."): (
-        lambda job, now: len(job.measured)
+    _gauge("version", "Optimizer steps done, by the rank that is furthest."): lambda job, now: (
+        job.checkpoints.newest_known()
     ),
-    _gauge("replay_left_steps", "Steps that the replay under way still has to do."): (
-        lambda job, now: _replay_left_steps(job)
-    ),
+    _gauge("replay_left_steps", "Steps that the replay under way still has to do."): _replay_left_steps,
     _gauge("replay_left_seconds", "How long the replay will still take; absent while that is unknown."): (
-        lambda job, now: _replay_left_s(job)
-    ),
-    _gauge("recovery_groups", "Recovery groups; 0: every rank is a group by itself."): (
-        lambda job, now: len(RecoveryGroups.parse(job.row.groups).starts)
+        _replay_left_s
     ),
     _gauge("checkpoint_version", "The newest complete checkpoint."): (
         lambda job, now: max(job.row.checkpoints, default=None)
     ),
     _gauge("unsaved_ranks", "Ranks that cannot write their newest checkpoint; the one before it stands."): (
-        lambda job, now: _unless_over(job, job.checkpoints.unsaved)
+        lambda job, now: 0 if job.row.state.is_over else len(job.checkpoints.unsaved)
     ),
     _gauge(
         "exact",
@@ -110,37 +99,24 @@ _JOB_VALUES: Mapping[Family, Callable[[Job, float], Value | None]] = {
 """Metric of a job -> its value now; None: absent."""
 
 _RANK_VALUES: Mapping[Family, Callable[[pb.Rehearsal], Value]] = {
-    Family(
-        "swift_coordinator_rehearsed_version",
-        GAUGE,
+    _gauge(
+        "rehearsed_version",
         "The checkpoint that the rank's newest rehearsal began with; absent without one.",
         _RANK,
     ): lambda known: known.version,
-    Family(
-        "swift_coordinator_rehearsed_steps", GAUGE, "Steps that this rehearsal has done again.", _RANK
-    ): lambda known: known.steps,
-    Family(
-        "swift_coordinator_rehearsal_differs",
-        GAUGE,
-        "1 if this rehearsal did not give what the rank had; 0 if it was equal.",
-        _RANK,
+    _gauge("rehearsed_steps", "Steps that this rehearsal has done again.", _RANK): lambda known: known.steps,
+    _gauge(
+        "rehearsal_differs", "1 if this rehearsal did not give what the rank had; 0 if it was equal.", _RANK
     ): lambda known: bool(known.difference),
 }
 """Metric of a rank that has completed a rehearsal -> its value."""
 
 _EVENTS: Mapping[str, Family] = {
-    "lease_expired": Family(
-        "swift_coordinator_lease_expiries_total", COUNTER, "Ranks given up for their silence.", _JOB
-    ),
-    "fenced": Family("swift_coordinator_fenced_ranks_total", COUNTER, "Processes that were fenced.", _JOB),
-    "refused": Family(
-        "swift_coordinator_replay_refusals_total", COUNTER, "Recoveries that a rank refused.", _JOB
-    ),
-    "checkpoint_asked": Family(
-        "swift_coordinator_early_checkpoints_total",
-        COUNTER,
-        "Checkpoints asked for before the interval brings one.",
-        _JOB,
+    "lease_expired": _counter("lease_expiries", "Ranks given up for their silence."),
+    "fenced": _counter("fenced_ranks", "Processes that were fenced."),
+    "refused": _counter("replay_refusals", "Recoveries that a rank refused."),
+    "checkpoint_asked": _counter(
+        "early_checkpoints", "Checkpoints asked for before the interval brings one."
     ),
 }
 
@@ -148,15 +124,13 @@ FAMILIES = (
     *_JOB_VALUES,
     *_RANK_VALUES,
     *_EVENTS.values(),
-    Family(
-        "swift_coordinator_checkpoint_age_seconds",
-        GAUGE,
+    _gauge(
+        "checkpoint_age_seconds",
         "Time since it became complete, or since this process began, whichever is shorter.",
-        _JOB,
     ),
-    Family("swift_coordinator_recoveries_total", COUNTER, "Recoveries that ended.", ("job", "strategy")),
+    _counter("recoveries", "Recoveries that ended.", ("job", "strategy")),
     Family("swift_coordinator_recovery_seconds", HISTOGRAM, "From a loss to RUNNING.", _JOB),
-    Family("swift_coordinator_refusals_total", COUNTER, "Calls that were refused.", ("reason",)),
+    _counter("refusals", "Calls that were refused.", ("reason",)),
 )
 
 
@@ -193,6 +167,10 @@ class CoordinatorMetrics:
                 times.observe(self._clock() - lost_at)
         elif persist.entered in (State.FAILED, State.STOPPED):
             self._lost_at.pop(row.job, None)
+
+    def forget_recoveries(self) -> None:
+        """(the store is lost) Another coordinator may end them."""
+        self._lost_at.clear()
 
     def refused(self, reason: str) -> None:
         """(any thread) Counts a refused call."""

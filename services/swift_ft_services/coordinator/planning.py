@@ -2,14 +2,14 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 
+from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.planner import (
     SETTINGS,
     Assignment,
-    Checkpoints,
     Plan,
     PlanConfig,
-    RankMeasured,
     RankPlan,
     RecoveryGroups,
     Refusals,
@@ -17,9 +17,9 @@ from swift_ft.planner import (
     StreamSummary,
     finishable,
     plan,
-    plan_without_log,
     reroutes,
     shrinks,
+    without_log,
     worth_waiting_s,
 )
 from swift_ft.planner.strategies import refused_with
@@ -91,7 +91,7 @@ class Awaited:
         return late if late and whole(row, set(row.slots()) - {*row.given_up, *late}) else []
 
 
-def patience_s(row: JobRow, measured: Iterable[RankMeasured], least_s: float, most_s: float) -> float:
+def patience_s(row: JobRow, measured: Iterable[pb.RankMeasured], least_s: float, most_s: float) -> float:
     """Returns how long to wait for a process: as long as waiting costs less than continuing without it, bounded by
     `least_s` and `most_s`. Returns `most_s` if continuing would also make the run inexact."""
     if _drops(row):
@@ -238,7 +238,7 @@ def stages_problem(row: JobRow) -> str:
 
 
 def decide(
-    row: JobRow, streams: Mapping[str, StreamSummary], measured: Mapping[int, RankMeasured]
+    row: JobRow, streams: Mapping[str, StreamSummary], measured: Mapping[int, pb.RankMeasured]
 ) -> tuple[Plan | None, str]:
     reports = [
         replace(report, version=None, undo_to=None, forward_to=None, finish_to=None)
@@ -246,19 +246,19 @@ def decide(
         else report
         for rank, report in sorted(row.reports.items())
     ]
-    planned = plan_without_log if row.log_ends else plan
-    return planned(
+    planned = partial(
+        plan,
         finishable(reports),
         assignment_of(row),
         streams,
-        Checkpoints(versions=tuple(v for v in row.checkpoints if v not in row.unloadable)),
+        tuple(v for v in row.checkpoints if v not in row.unloadable),
         replace(
             config_of({**row.config, "strategy": strategy_of(row, row.config.get("strategy", "auto"))}),
             groups=RecoveryGroups.parse(row.groups),
         ),
-        row.refused,
-        measured,
+        measured=measured,
     )
+    return without_log(planned, row.refused) if row.log_ends else planned(row.refused)
 
 
 def count_refusal(row: JobRow, rank: int, reason: str) -> None:

@@ -16,8 +16,8 @@ from dataclasses import replace
 
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.planner import Refusals
+from swift_ft.rpc.codec import optional
 from swift_ft.rpc.views import ADOPTED, STARTED_AGAIN
-from swift_ft_services.coordinator import commands as m
 from swift_ft_services.coordinator import planning
 from swift_ft_services.coordinator.commands import Refusal, Refused
 from swift_ft_services.coordinator.endings import RUNS_KEPT
@@ -31,7 +31,7 @@ KIND = {"communicator": "0"}
 """Setting that defines the kind of a job, and its default: it never changes."""
 
 
-def first_row(job: str, log_servers: Sequence[LogServer], join: m.Join, copies: int) -> JobRow:
+def first_row(job: str, log_servers: Sequence[LogServer], join: pb.JoinRequest, copies: int) -> JobRow:
     return JobRow(
         job=job,
         world_size=join.world_size,
@@ -43,22 +43,22 @@ def first_row(job: str, log_servers: Sequence[LogServer], join: m.Join, copies: 
     )
 
 
-def starts_again(row: JobRow, join: m.Join) -> bool:
+def starts_again(row: JobRow, join: pb.JoinRequest) -> bool:
     """Returns whether the job is over and the Join is from a new launcher."""
     return row.state.is_over and bool(join.run) and join.run not in row.runs
 
 
-def comes_back(row: JobRow, join: m.Join) -> bool:
+def comes_back(row: JobRow, join: pb.JoinRequest) -> bool:
     """Returns whether the Join replaces a rank that was lost after the job had finished."""
-    return row.state is State.FINISHED and row.final is not None and join.rank not in row.holders
+    return row.state is State.FINISHED and row.final is not None and join.member.rank not in row.holders
 
 
-def check_start(row: JobRow, join: m.Join) -> None:
+def check_start(row: JobRow, join: pb.JoinRequest) -> None:
     """Raises Refusal if the checkpoints of the job do not fit the new start, or the process may not join."""
     if unlike := _unlike(row, join, KIND):
         name, before, now = unlike
         raise _refusal(
-            f"job {row.job} is over and cannot go on: its checkpoints are of {name} {before}, rank {join.rank} "
+            f"job {row.job} is over and cannot go on: its checkpoints are of {name} {before}, rank {join.member.rank} "
             f"says {now}: make them equal, or start it under another name"
         )
     newest = max(row.checkpoints, default=-1)
@@ -67,12 +67,15 @@ def check_start(row: JobRow, join: m.Join) -> None:
             f"job {row.job} is over and cannot go on from its checkpoint of version {newest}: {lacking}; start it "
             "under another name"
         )
-    if not 0 <= join.rank < row.world_size:
-        raise Refusal(Refused.INVALID, f"rank {join.rank} is not one of 0 to {row.world_size - 1}")
+    if not 0 <= join.member.rank < row.world_size:
+        raise Refusal(Refused.INVALID, f"rank {join.member.rank} is not one of 0 to {row.world_size - 1}")
     if any(
-        holder.incarnation == join.incarnation for holder in (*row.fenced.values(), *row.holders.values())
+        holder.incarnation == join.member.incarnation
+        for holder in (*row.fenced.values(), *row.holders.values())
     ):
-        raise Refusal(Refused.FENCED, f"this process was rank {join.rank} before job {row.job} was over")
+        raise Refusal(
+            Refused.FENCED, f"this process was rank {join.member.rank} before job {row.job} was over"
+        )
 
 
 def note_run(row: JobRow, run: str, rank: int) -> None:
@@ -96,10 +99,10 @@ def note_stop(row: JobRow, run: str) -> bool:
     return not row.run_of and all(holder.gone for holder in row.holders.values())
 
 
-def begin_again(row: JobRow, join: m.Join, log_servers: Sequence[LogServer]) -> str:
+def begin_again(row: JobRow, join: pb.JoinRequest, log_servers: Sequence[LogServer]) -> str:
     """Applies the settings of `join` to the new start, whose log begins anew. Returns the changes as text."""
     changed = [
-        f"{key} is {_value(now, key)} instead of {_value(before, key)}"
+        f"{key} is {value_words(now, key)} instead of {value_words(before, key)}"
         for before, now in ((row.config, join.config), (row.fingerprint, join.fingerprint))
         for key in sorted({*before, *now})
         if before.get(key) != now.get(key) and key not in CHANGE_NO_BITS
@@ -135,7 +138,7 @@ def ended_words(row: JobRow) -> str:
     return f"had failed ({row.reason})"
 
 
-def _value(values: Mapping[str, str], key: str) -> str:
+def value_words(values: Mapping[str, str], key: str) -> str:
     return repr(values[key]) if key in values else "not set"
 
 
@@ -151,7 +154,7 @@ def _value(values: Mapping[str, str], key: str) -> str:
 # that it continues from its own checkpoints, and the other job no longer matters.
 
 
-def wanted(row: JobRow | None, join: m.Join) -> str:
+def wanted(row: JobRow | None, join: pb.JoinRequest) -> str:
     """Returns the job whose checkpoint must be chosen now; empty if none. `row`: None before the job exists."""
     if row is None:
         return join.from_job
@@ -160,7 +163,7 @@ def wanted(row: JobRow | None, join: m.Join) -> str:
     return join.from_job or (row.origin.job if row.origin is not None and row.origin.job != row.job else "")
 
 
-def chosen(name: str, other_name: str, other: JobRow | None, join: m.Join) -> Origin:
+def chosen(name: str, other_name: str, other: JobRow | None, join: pb.JoinRequest) -> Origin:
     """Returns the checkpoint that job `name` begins from. `other`: None if there is no such job, or the caller may not
     know of it. Raises Refusal if the job cannot begin from it."""
     if name == other_name:
@@ -176,7 +179,7 @@ def chosen(name: str, other_name: str, other: JobRow | None, join: m.Join) -> Or
         raise _refusal(
             f"--from-job {other_name}: its checkpoints are of {what} {theirs}, job {name} has {ours}: make them equal"
         )
-    version = max(other.checkpoints) if join.from_version is None else join.from_version
+    version = join.from_version if join.HasField("from_version") else max(other.checkpoints)
     if version not in other.checkpoints:
         there = " and ".join(map(str, other.checkpoints))
         raise _refusal(
@@ -203,15 +206,15 @@ EPOCH = 1000
 generations of which no checkpoint tells."""
 
 
-def adopted(name: str, row: JobRow | None, join: m.Join) -> Origin | None:
+def adopted(name: str, row: JobRow | None, join: pb.JoinRequest) -> Origin | None:
     """Returns the checkpoint of its own with which a job without checkpoints here begins; None: there is none. `row`:
     None if the job is not known. Raises Refusal if it may not begin with it, or there is none and it should."""
     found, before = join.found, None if row is None else row.origin
-    if found is None or not found.versions:
+    if not found.versions:
         if before is not None and before.job == name:
             return before
         if join.adopts and not join.from_job:
-            why = found.problem if found is not None and found.problem else "none is complete"
+            why = found.problem or "none is complete"
             raise _refusal(f"--from-checkpoints: there is no checkpoint of job {name} to go on from: {why}")
         return None
     newest, place = found.versions[-1], found.place
@@ -226,12 +229,11 @@ def adopted(name: str, row: JobRow | None, join: m.Join) -> Origin | None:
             f"--from-checkpoints: the checkpoints in {place} are of {what} {theirs}, job {name} has {ours}: make them "
             "equal"
         )
-    since = found.inexact_since if found.HasField("inexact_since") else None
     generation = max(found.generation, 0 if row is None else row.generation)
     return Origin(
         job=name,
         version=newest,
-        inexact=found.inexact_reason or "it was not exact" if since is not None else "",
+        inexact=found.inexact_reason or "it was not exact" if found.HasField("inexact_since") else "",
         older=tuple(found.versions[:-1]),
         generation=(generation // EPOCH + 1) * EPOCH,
         place=place,
@@ -270,26 +272,24 @@ def begin_at_checkpoint(row: JobRow, origin: Origin | None) -> None:
         row.inexact_reason = f"{whose}{origin.inexact}"
 
 
-def check_origin(row: JobRow, join: m.Join) -> None:
+def check_origin(row: JobRow, join: pb.JoinRequest) -> None:
     """Raises Refusal if the rank asks for another origin than the job's. A rank that asks for none accepts it."""
     if not join.from_job:
         return
     origin = row.origin
-    same = origin is not None and origin.job == join.from_job
-    if same and join.from_version in (None, origin.version if origin is not None else None):
+    version = optional(join, "from_version")
+    if origin is not None and origin.job == join.from_job and version in (None, origin.version):
         return
     began = "at step 0" if origin is None else f"with version {origin.version} of job {origin.job}"
-    asked = (
-        join.from_job if join.from_version is None else f"{join.from_job} --from-version {join.from_version}"
-    )
+    asked = join.from_job if version is None else f"{join.from_job} --from-version {version}"
     raise _refusal(
-        f"rank {join.rank} says --from-job {asked}, and job {row.job} began {began}: say the same, leave it out, or "
-        "give the job another name"
+        f"rank {join.member.rank} says --from-job {asked}, and job {row.job} began {began}: say the same, leave it "
+        "out, or give the job another name"
     )
 
 
 def _unlike(
-    row: JobRow | pb.Found, join: m.Join, more: Mapping[str, str] | None = None
+    row: JobRow | pb.Found, join: pb.JoinRequest, more: Mapping[str, str] | None = None
 ) -> tuple[str, str, str] | None:
     """Returns the first lasting setting, also of `more`, that differs: its name and values in `row` and `join`."""
     wanted = [("world size", str(row.world_size), str(join.world_size))]

@@ -12,7 +12,7 @@ from swift_ft._pb import coordinator_pb2_grpc as pb_grpc
 from swift_ft.errors import UsageError
 from swift_ft.log.protocol import REASON_KEY, Reason
 from swift_ft.rpc import views
-from swift_ft.rpc.codec import from_message, of_view
+from swift_ft.rpc.codec import check_measured, of_view
 from swift_ft.text import WORLD_SIZE_MAX, check_name, text_of
 from swift_ft_services.coordinator import commands as m
 from swift_ft_services.coordinator.commands import Refusal, Refused, number_problem
@@ -73,6 +73,9 @@ TEXTS = {
     "unfit": LONGEST_REASON,
     "run": LONGEST_ID,
     "label": LONGEST_ID,
+    "host": LONGEST_ID,
+    "lost": LONGEST_ID,
+    "add_host": LONGEST_ID,
     "place": LONGEST_REASON,
     "problem": LONGEST_REASON,
     "inexact_reason": LONGEST_REASON,
@@ -128,30 +131,15 @@ class Servicer(pb_grpc.CoordinatorServicer):
         return 0 if self.driver is None else self.driver.generation_of(job)
 
     async def Join(self, request: pb.JoinRequest, context: Context) -> pb.JoinReply:
-        member = request.member
-        _make_presentable(request.found)
-        join = m.Join(
-            rank=member.rank,
-            incarnation=member.incarnation,
-            pid=member.pid,
-            host=_said(member.host, LONGEST_ID),
-            world_size=request.world_size,
-            config=dict(request.config),
-            fingerprint=dict(request.fingerprint),
-            run=_said(request.run, LONGEST_ID),
-            from_job=request.from_job,
-            from_version=request.from_version if request.HasField("from_version") else None,
-            found=request.found if request.HasField("found") else None,
-            adopts=request.adopts,
-        )
-        wrong = "" if member.incarnation else "a member needs an incarnation"
+        _make_presentable(request)
+        wrong = "" if request.member.incarnation else "a member needs an incarnation"
         if not 0 < request.world_size <= WORLD_SIZE_MAX:
             wrong = wrong or f"world size {request.world_size}: a job has 1 to {WORLD_SIZE_MAX} ranks"
         if wrong := wrong or number_problem(request):
             await self._abort_invalid(context, wrong)
         may_see = visit_of().covers
         generation = await self._answer(
-            context, request.job, lambda: self._driver.join(request.job, join, may_see)
+            context, request.job, lambda: self._driver.join(request.job, request, may_see)
         )
         return pb.JoinReply(generation=generation)
 
@@ -172,11 +160,11 @@ class Servicer(pb_grpc.CoordinatorServicer):
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatReply:
         if not 0.0 <= request.replay.seconds_left < math.inf:
             request.replay.ClearField("seconds_left")
-        job = await self._applied(context, request, request)
+        job = await self._applied(context, request)
         return pb.HeartbeatReply(generation=job.row.generation, interval_s=job.heartbeat_interval_s)
 
     async def _take(self, request: m.Request, context: Context) -> pb.Ack:
-        await self._applied(context, request, request)
+        await self._applied(context, request)
         return pb.Ack()
 
     Report = Ready = Refuse = Differs = Rehearsed = CheckpointDurable = AskCheckpoint = _take
@@ -201,12 +189,10 @@ class Servicer(pb_grpc.CoordinatorServicer):
 
     async def Measure(self, request: pb.MeasureRequest, context: Context) -> pb.Ack:
         try:
-            measured = from_message(request.measured)
+            check_measured(request.measured)
         except ValueError as error:
             await self._abort_invalid(context, f"a measurement: {error}")
-        command = m.Measure(rank=request.rank, incarnation=request.incarnation, measured=measured)
-        await self._applied(context, request, command)
-        return pb.Ack()
+        return await self._take(request, context)
 
     async def ChangeLogServers(self, request: pb.ChangeLogServersRequest, context: Context) -> pb.Ack:
         if request.add:
@@ -214,13 +200,7 @@ class Servicer(pb_grpc.CoordinatorServicer):
                 check_address(request.add)
             except UsageError as error:  # before the job is fenced for it
                 await self._abort_invalid(context, str(error))
-        command = m.ChangeLogServers(
-            lost=_said(request.lost, LONGEST_ID),
-            add=request.add,
-            add_host=_said(request.add_host, LONGEST_ID),
-        )
-        await self._applied(context, request, command)
-        return pb.Ack()
+        return await self._take(request, context)
 
     async def Share(self, request: pb.ShareRequest, context: Context) -> pb.ShareReply:
         sharing = await self._answer_now(
@@ -252,6 +232,7 @@ class Servicer(pb_grpc.CoordinatorServicer):
         )
 
     async def Meet(self, request: pb.MeetRequest, context: Context) -> pb.MeetReply:
+        request.DiscardUnknownFields()  # it is kept, and told to others
         if wrong := _wrong_meeting(request):
             await self._abort_invalid(context, wrong)
         return await self._answer_now(context, request.job, lambda: self._driver.meet(request.job, request))
@@ -270,17 +251,13 @@ class Servicer(pb_grpc.CoordinatorServicer):
         except Unavailable as unavailable:
             await self._abort(context, unavailable)
 
-    async def _applied(
-        self,
-        context: Context,
-        request: m.Request | pb.MeasureRequest | pb.ChangeLogServersRequest,
-        command: m.Command,
-    ) -> Job:
-        """Applies the command that the request is, or says. Returns its job once the changes are durable."""
+    async def _applied(self, context: Context, request: m.Request) -> Job:
+        """Returns the request's job once the changes are durable."""
+        request.DiscardUnknownFields()  # the job keeps parts of some requests
         if wrong := number_problem(request):
             await self._abort_invalid(context, wrong)
         _make_presentable(request)
-        return await self._answer(context, request.job, lambda: self._driver.apply(request.job, command))
+        return await self._answer(context, request.job, lambda: self._driver.apply(request.job, request))
 
     async def _check_apart(self, context: Context, job: str) -> None:
         try:

@@ -1,10 +1,10 @@
-"""MetadataStore: all durable state, as keys, values and revisions. SQLite by default; the interface also fits etcd.
+"""MetadataStore: all durable state, as keys and values. SQLite by default; the interface also fits etcd.
 
 ::
 
     (a coordinator)  hold     takes the store exclusively, or is refused
                      read     once at the start: from then on its memory is ahead of the store
-                     commit   the changes, on the condition that no other process has changed the same rows
+                     commit   the changes, all or none
                      holds    before anything is answered
                      close
 
@@ -19,7 +19,6 @@ import sqlite3
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Protocol, TypeVar
 
@@ -31,15 +30,16 @@ from swift_ft.files import open_regular, sync_directory
 T = TypeVar("T")
 
 REMEDY = "put a copy of the whole directory back, or give another --directory and other names to its jobs"
+OLDER = "was written by an older version of the coordinator: let that one finish its jobs, or give another"
+_COLUMNS = {"rows.key", "rows.value", "rows.revision", "head.revision", "head.digest", "head.checksum"}
 _ERRORS = (sqlite3.Error, UnicodeDecodeError)
 """UnicodeDecodeError: SQLite's message repeats a value that is not text."""
 _DIGITS = 20
 _PLACE_BYTES = 512  # a sector, which a disk writes atomically
-_COLUMNS = {"rows.key", "rows.value", "rows.revision", "head.revision", "head.digest", "head.checksum"}
 
 
 class StoreConflict(Exception):
-    """Another coordinator has written this key since it was read here. This one must stop."""
+    """Another coordinator has taken the store over. This one must stop."""
 
 
 class StoreHeld(Exception):
@@ -48,24 +48,6 @@ class StoreHeld(Exception):
 
 class StoreFailed(Exception):
     """The store failed (no space, disk error). The last commit is unchanged."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stored:
-    value: str
-    revision: int
-    """Revision of the transaction that put it."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Transaction:
-    """A transaction, applied completely or not at all."""
-
-    expected: Mapping[str, int] = field(default_factory=dict)
-    """key -> the revision that it must have; 0: it must not exist."""
-    puts: Mapping[str, str] = field(default_factory=dict)
-    deletes: Collection[str] = ()
-    """Keys to delete; they need not exist."""
 
 
 class MetadataStore(Protocol):
@@ -86,13 +68,13 @@ class MetadataStore(Protocol):
         StoreConflict once this holder has lost it for good."""
         ...
 
-    async def read(self, prefix: str = "") -> dict[str, Stored]:
+    async def read(self, prefix: str = "") -> dict[str, str]:
         """Returns every key with this prefix, in order of keys."""
         ...
 
-    async def commit(self, transaction: Transaction) -> int:
-        """Commits durably and returns the transaction's revision, higher than all before. Raises StoreConflict if a
-        condition does not hold."""
+    async def commit(self, puts: Mapping[str, str], deletes: Collection[str] = ()) -> None:
+        """Commits all durably, or nothing. Keys to delete need not exist. Raises StoreConflict if it is not held, or
+        another process has written to it."""
         ...
 
     async def close(self) -> None: ...
@@ -161,6 +143,8 @@ class SqliteStore:
         self._path = path
         self._acknowledged = Acknowledged(path.with_name("acknowledged"))
         self._connection: sqlite3.Connection | None = None
+        self._revision = 0
+        """Revision of the newest commit: this holder's, or the last one before it."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
 
     async def hold(self) -> None:
@@ -170,11 +154,11 @@ class SqliteStore:
     def holds(self) -> bool:
         return True
 
-    async def read(self, prefix: str = "") -> dict[str, Stored]:
+    async def read(self, prefix: str = "") -> dict[str, str]:
         return await self._in_thread(lambda: self._read(prefix))
 
-    async def commit(self, transaction: Transaction) -> int:
-        return await self._in_thread(lambda: self._commit(transaction))
+    async def commit(self, puts: Mapping[str, str], deletes: Collection[str] = ()) -> None:
+        await self._in_thread(lambda: self._commit(puts, deletes))
 
     async def close(self) -> None:
         await self._in_thread(self._close)
@@ -207,7 +191,8 @@ class SqliteStore:
         db.execute("PRAGMA synchronous=FULL")
         if not _columns(db):
             _make_tables(db)
-        self._acknowledged.set(self._head(db)[0])  # the previous process may have died before it could
+        self._revision = self._head(db)[0]
+        self._acknowledged.set(self._revision)  # the previous process may have died before it could
         sync_directory(self._path.parent)
 
     def _look_at(self, db: sqlite3.Connection, acknowledged: int | None) -> None:
@@ -217,10 +202,7 @@ class SqliteStore:
             raise self._damaged(said)
         columns = _columns(db)
         if columns and columns != _COLUMNS and acknowledged is None:
-            raise StoreFailed(
-                f"{self._path} was written by an older version of the coordinator: let that one finish its jobs, or "
-                "give another --directory"
-            )
+            raise StoreFailed(f"{self._path} {OLDER} --directory")
         revision = self._rows(db)[0] if columns else 0
         if acknowledged is None and revision:
             raise StoreFailed(f"{self._acknowledged.path} is damaged or gone; {REMEDY}")
@@ -246,17 +228,17 @@ class SqliteStore:
         assert self._connection is not None, "held first"
         return self._connection
 
-    def _read(self, prefix: str) -> dict[str, Stored]:
+    def _read(self, prefix: str) -> dict[str, str]:
         rows = self._rows(self._db)[1]
-        return {key: stored for key, stored in rows.items() if key.startswith(prefix)}
+        return {key: value for key, value in rows.items() if key.startswith(prefix)}
 
-    def _rows(self, db: sqlite3.Connection) -> tuple[int, dict[str, Stored]]:
+    def _rows(self, db: sqlite3.Connection) -> tuple[int, dict[str, str]]:
         """Returns (newest revision, all rows). Raises StoreFailed if they are not what was written."""
         revision, digest = self._head(db)
         rows = db.execute("SELECT key, value, revision FROM rows ORDER BY key").fetchall()
         if _digest(sum(_mark(key, of) for key, _, of in rows)) != digest:
             raise self._damaged("rows are missing, or of another moment")
-        return revision, {key: Stored(value=value, revision=of) for key, value, of in rows}
+        return revision, {key: value for key, value, _ in rows}
 
     def _head(self, db: sqlite3.Connection) -> tuple[int, str]:
         """Returns (revision, digest). Raises StoreFailed if they are not what was written."""
@@ -266,23 +248,22 @@ class SqliteStore:
         revision, digest, _ = heads[0]
         return revision, digest
 
-    def _commit(self, transaction: Transaction) -> int:
+    def _commit(self, puts: Mapping[str, str], deletes: Collection[str]) -> None:
         db = self._db
         db.execute("BEGIN IMMEDIATE")
         try:
-            there = self._revisions_of({*transaction.expected, *transaction.deletes, *transaction.puts})
-            for key, expected in transaction.expected.items():
-                _check(key, there.get(key, 0), expected)
             revision, digest = self._head(db)
+            if revision != self._revision:  # a file system without locks, or the locked file was replaced
+                raise StoreConflict(f"{self._path}: another coordinator has written to it")
+            there = self._revisions_of([*deletes, *puts])
             revision += 1
-            changed = {*transaction.deletes, *transaction.puts}
-            marks = int(digest, 16) - sum(_mark(key, there[key]) for key in changed & there.keys())
-            marks += sum(_mark(key, revision) for key in transaction.puts)
-            db.executemany("DELETE FROM rows WHERE key = ?", [(key,) for key in transaction.deletes])
+            marks = int(digest, 16) - sum(_mark(key, of) for key, of in there.items())
+            marks += sum(_mark(key, revision) for key in puts)
+            db.executemany("DELETE FROM rows WHERE key = ?", [(key,) for key in deletes])
             db.executemany(
                 "INSERT INTO rows VALUES (?, ?, ?)"
                 " ON CONFLICT DO UPDATE SET value = excluded.value, revision = excluded.revision",
-                [(key, value, revision) for key, value in transaction.puts.items()],
+                [(key, value, revision) for key, value in puts.items()],
             )
             head = (revision, _digest(marks))
             db.execute("UPDATE head SET revision = ?, digest = ?, checksum = ?", (*head, _checksum(*head)))
@@ -291,12 +272,12 @@ class SqliteStore:
             if db.in_transaction:  # SQLite may have rolled back itself
                 db.execute("ROLLBACK")
             raise
+        self._revision = revision
         self._acknowledged.set(revision)
-        return revision
 
-    def _revisions_of(self, keys: Collection[str]) -> dict[str, int]:
+    def _revisions_of(self, keys: list[str]) -> dict[str, int]:
         asked = "SELECT key, revision FROM rows WHERE key IN (SELECT value FROM json_each(?))"
-        return dict(self._db.execute(asked, (json.dumps(list(keys)),)).fetchall())
+        return dict(self._db.execute(asked, (json.dumps(keys),)).fetchall())
 
 
 def _make_tables(db: sqlite3.Connection) -> None:
@@ -327,8 +308,3 @@ def _digest(marks: int) -> str:
 
 def _checksum(revision: int, digest: str) -> str:
     return f"{crc32c.crc32c(f'{revision} {digest}'.encode(errors='replace')):08x}"
-
-
-def _check(key: str, revision: int, expected: int) -> None:
-    if revision != expected:
-        raise StoreConflict(f"{key} is at revision {revision}, not {expected}")

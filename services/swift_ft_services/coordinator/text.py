@@ -1,10 +1,10 @@
 """Texts that the coordinator shows to people, and fields of trace events."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from itertools import islice
 
 from swift_ft.planner import Plan, RankPlan, Report
+from swift_ft.rpc.codec import as_json
 from swift_ft_services.coordinator.job_record import JobRow, State
 
 NAMED_MAX = 64
@@ -58,8 +58,8 @@ def plan_fields(plan: Plan) -> dict[str, object]:
         "target_version": plan.target_version,
         "exact": plan.exact,
         "ranks": [_rank_fields(r) for r in plan.ranks],
-        **({"help": [asdict(help) for help in plan.help]} if plan.help else {}),
-        **({"predictions": [asdict(one) for one in plan.predictions]} if plan.predictions else {}),
+        **({"help": [as_json(help) for help in plan.help]} if plan.help else {}),
+        **({"predictions": [as_json(one) for one in plan.predictions]} if plan.predictions else {}),
         "reason": plan.reason,
     }
 

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from swift_ft.log.placement import PATIENCE_S
 
-HEARTBEAT_S = 0.5
-DETECT_HEARTBEAT_S = {"usual": HEARTBEAT_S, "fast": 0.1}
+HEARTBEAT_S = 1.0
+DETECT_HEARTBEAT_S = {"usual": HEARTBEAT_S, "fast": 0.2}
 """--detect → seconds between two heartbeats, from which all other times follow."""
-LEASE_HEARTBEATS = 20
+LEASE_HEARTBEATS = 10
 LOG_LOST_S = 30.0
 REPLACED_WITHIN_S = 120.0
 KEPT_LEASES = 60
@@ -28,11 +28,12 @@ class Timing:
     An import or a trace may block a healthy rank's other threads for seconds."""
     step_bound_s: float = 30.0
     """Shortest duration after which a step counts as hung, however short the steps before it were."""
-    step_bound_factor: float = 10.0
-    """A step counts as hung once it has run this many times as long as the longest of the last steps."""
 
+    suspicion_s: float = HEARTBEAT_S / 2
+    """Seconds after a lost connection in which a death may still be reported. A launcher reports an exit within
+    milliseconds; without a report, all ranks start a new generation with the state that they hold."""
     replaced_within_s: float = REPLACED_WITHIN_S
-    """Longest wait for a process that replaces a lost rank (`swift_ft.planner.assignment`). After it none is expected:
+    """Longest wait for a process that replaces a lost rank (`swift_ft.planner.replay_cost`). After it none is expected:
     the launcher may be lost too."""
     log_lost_s: float = LOG_LOST_S
     """Silence after which a log server is lost, if another one is left; 0: never. Long enough for a restart of the
@@ -61,8 +62,6 @@ class Timing:
                 f"a log server is lost after {self.log_lost_s:g} s: choose {2 * self.log_call_s:g} to "
                 f"{PATIENCE_S:g} s (two calls to it at least, and no longer than ranks wait for it), or 0: never"
             )
-        if self.step_bound_factor < 2:
-            raise ValueError(f"step bound factor {self.step_bound_factor:g}: choose at least 2")
 
     def interval_s(self, members: int) -> float:
         """Returns the seconds between heartbeats of one of `members` ranks. Longer in a large job, to bound the load;
@@ -78,21 +77,15 @@ class Timing:
     @property
     def log_call_s(self) -> float:
         """Timeout of one call to a log server, which may have to sync its disk. Then the call is retried."""
-        return _log_call_s(self.heartbeat_s)
-
-    @property
-    def suspicion_s(self) -> float:
-        """Seconds after a lost connection in which a death may still be reported. A launcher reports an exit within
-        milliseconds; without a report, all ranks start a new generation with the state that they hold."""
-        return self.heartbeat_s
+        return _log_call_s(2 * self.suspicion_s)
 
     @property
     def space_s(self) -> float:
-        return max(1.0, 2 * self.heartbeat_s)
+        return max(1.0, self.heartbeat_s)
 
     @property
     def tick_s(self) -> float:
-        return self.heartbeat_s / 2
+        return self.heartbeat_s / 4
 
     @property
     def stall_s(self) -> float:
@@ -101,7 +94,7 @@ class Timing:
 
 
 def _log_call_s(heartbeat_s: float) -> float:
-    return max(1.0, 6 * heartbeat_s)
+    return max(1.0, 3 * heartbeat_s)
 
 
 def usual_log_lost_s(heartbeat_s: float) -> float:

@@ -1,7 +1,9 @@
 """Conversion of a row to the messages that show it."""
 
 from swift_ft._pb import coordinator_pb2 as pb
-from swift_ft.rpc.codec import encoded, to_message
+from swift_ft.log.reader import lost_copy
+from swift_ft.log.record import STEP_MAX
+from swift_ft.rpc.codec import encoded
 from swift_ft_services.coordinator.communicators import lost_slots
 from swift_ft_services.coordinator.job import Job
 from swift_ft_services.coordinator.job_record import Holder, JobRow, State
@@ -74,7 +76,9 @@ def _last_fenced(row: JobRow) -> list[Holder]:
 def _plan_of(row: JobRow) -> pb.Plan | None:
     if row.plan is None or row.state not in (State.RECOVERING, State.RUNNING):
         return None
-    sources = {stream: _addresses(row, numbers) for stream, numbers in row.sources.items()}
+    sources = {
+        stream: [_source(row, number) for number in numbers] for stream, numbers in row.sources.items()
+    }
     return encoded(row.plan, row.generation, sources)
 
 
@@ -93,8 +97,8 @@ def status_of(job: Job, now: float) -> pb.StatusReply:
     ]
     suspicions = job.suspicions.all(job.row, now)
     servers = [
-        pb.LogServerStatus(address=address, silent_s=age_s)
-        for address, age_s in job.places.ages_s(now).items()
+        pb.LogServerStatus(address=job.row.log_servers[number].address, silent_s=age_s)
+        for number, age_s in job.places.ages_s(now).items()
     ]
     return pb.StatusReply(view=view_of(job.row), ranks=ranks, suspicions=suspicions, log_servers=servers)
 
@@ -108,7 +112,7 @@ def summary_of(job: Job) -> pb.JobSummary:
         generation=row.generation,
         world_size=row.world_size,
         live_ranks=0 if row.state.is_over else len(row.holders),
-        version=max([job.steps.version(rank) for rank in row.holders] + row.checkpoints, default=0),
+        version=max([job.checkpoints.newest_known(), *row.checkpoints]),
         checkpoint=max(row.checkpoints, default=None),
         inexact_since=row.inexact_since,
         reason=row.reason[:SUMMARY_WORDS_MAX],
@@ -118,7 +122,7 @@ def summary_of(job: Job) -> pb.JobSummary:
 
 def measurements_of(job: Job) -> pb.MeasurementsReply:
     ranks = [
-        pb.RankMeasurement(rank=rank, host=job.row.placement[rank].host, measured=to_message(measured))
+        pb.RankMeasurement(rank=rank, host=job.row.placement[rank].host, measured=measured)
         for rank, measured in sorted(job.measured.items())
     ]
     return pb.MeasurementsReply(world_size=job.row.world_size, config=job.row.config, ranks=ranks)
@@ -132,6 +136,13 @@ def _member(holder: Holder) -> pb.Member:
         host=holder.host,
         id=holder.member,
     )
+
+
+def _source(row: JobRow, number: int) -> str:
+    server = row.log_servers[number]
+    if not server.lost:
+        return server.address
+    return lost_copy(row.reads_moved(), server.cold, STEP_MAX if server.below is None else server.below)
 
 
 def _addresses(row: JobRow, numbers: list[int]) -> list[str]:

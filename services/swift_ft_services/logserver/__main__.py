@@ -22,7 +22,7 @@ from swift_ft.log.memory import keep_freed_memory
 from swift_ft.log.protocol import Fsync
 from swift_ft.log.segment import FILE_BYTES_LEAST
 from swift_ft_services import listening, program
-from swift_ft_services.logserver.administration import Tiering
+from swift_ft_services.logserver.administration import LostServers, Tiering
 from swift_ft_services.logserver.cold import ColdTier
 from swift_ft_services.logserver.disk import RealDisk, allow_open_files
 from swift_ft_services.logserver.engine import LogEngine
@@ -48,7 +48,7 @@ def check(options: argparse.Namespace, engine: EngineConfig) -> None:
         raise UsageError(f"--body-bytes-max must be between 1 and {BODY_BYTES_MAX}")
     if not 0 < engine.fsync_interval_s <= _FSYNC_INTERVAL_S_MAX:
         raise UsageError(f"--fsync-interval must be positive, at most {_FSYNC_INTERVAL_S_MAX:g} s")
-    for name in ("jobs_max", "job_streams_max", "job_records_max", "job_readers_max"):
+    for name in ("jobs_max", "job_streams_max", "job_records_max"):
         if getattr(engine, name) < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1")
     if engine.job_bytes_max < engine.writer_bytes_max:
@@ -125,7 +125,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         body_bytes_max=options.body_bytes_max,
         jobs_max=options.jobs_max,
         job_streams_max=options.job_streams_max,
-        job_readers_max=options.job_readers_max,
         job_records_max=options.job_records_max,
         job_bytes_max=options.job_bytes_max,
         space=SpaceConfig(
@@ -190,7 +189,6 @@ def _add_limits(parser: Parser) -> None:
     for flag, default, what in (
         ("--jobs-max", defaults.jobs_max, "jobs that the server keeps"),
         ("--job-streams-max", defaults.job_streams_max, "streams of a job"),
-        ("--job-readers-max", defaults.job_readers_max, "streams of a job that are read at once"),
         ("--job-records-max", defaults.job_records_max, "records of a job that the server keeps"),
         ("--job-bytes-max", defaults.job_bytes_max, "bytes under way of all writers of a job together"),
     ):
@@ -233,6 +231,7 @@ def serve(options: argparse.Namespace) -> None:
         tiering = Tiering(engine.state, storage, engine.watch) if cold is not None else None
         if tiering is not None:
             tiering.start()
+            engine.lost = LostServers(engine.state, storage, engine.take_over)
         if metrics is not None:
             host, metrics_port = options.metrics
             shown = Exposition(

@@ -5,7 +5,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,11 +15,11 @@ from swift_ft.log.manifest import JobMeta
 from swift_ft.log.protocol import Reason
 from swift_ft_services.logserver import procedures
 from swift_ft_services.logserver.append_session import refusal_of
-from swift_ft_services.logserver.committer import Committer
-from swift_ft_services.logserver.core import JobState, Refusal, StreamState
+from swift_ft_services.logserver.cold import is_folder
+from swift_ft_services.logserver.committer import Committer, tell
+from swift_ft_services.logserver.core import JobState, Refused, StreamState
 from swift_ft_services.logserver.procedures import (
     Clean,
-    Emit,
     Forget,
     Procedure,
     Rest,
@@ -27,9 +28,11 @@ from swift_ft_services.logserver.procedures import (
     Step,
     meta_of,
 )
+from swift_ft_services.logserver.quotas import Notice
 from swift_ft_services.logserver.segments import JobDamaged, StorageError
-from swift_ft_services.logserver.state import Refused, ServerState, check_names
+from swift_ft_services.logserver.state import ServerState, check_names
 from swift_ft_services.logserver.storage import DirectoryStorage
+from swift_ft_services.logserver.storage_interface import RecoveredJob
 
 # Free disk space, as reported by the system; the alarms depend on it.
 
@@ -48,8 +51,7 @@ class DiskWatch:
         free = self.free_bytes()
         with self._state.changed:
             news = self._state.look_at_disk(free, self._clock())
-        for notice in news:
-            events.emit(notice.event, **notice.fields)
+        tell(news)
 
     def files_removed(self) -> None:
         """Checks the disk after files were removed: a write may be tried at once."""
@@ -69,8 +71,6 @@ def rest(seconds: float | None = None) -> None:
 
 T = TypeVar("T")
 _FREED_AT_ONCE = 2000
-ASKED_FOR = "asked for"
-"""Reason for drops that a caller requested."""
 
 
 class Administration:
@@ -150,14 +150,14 @@ class Administration:
                 self._clean(step.streams)
             case Forget():
                 self._forget(step.job)
-            case Emit():
-                events.emit(step.event, **step.fields)
+            case Notice():
+                tell([step])
             case Rest():
                 rest()
                 for some in step.garbage:
                     _empty(some)
 
-    def drop(self, job_name: str, *, force: bool, why: str = ASKED_FOR) -> tuple[int, int]:
+    def drop(self, job_name: str, *, force: bool, why: str = "asked for") -> tuple[int, int]:
         """Drops a job. Returns how many (records, bytes) are forgotten."""
         return self._carry_out(procedures.drop(self._state, job_name, self._clock(), force=force, why=why))
 
@@ -166,7 +166,7 @@ class Administration:
             with self._removing:
                 remove_files = self._state.storage.drop(job)
         except StorageError as error:
-            raise Refused(refusal_of(error)) from None
+            raise Refused(*refusal_of(error)) from None
         self._janitor_work.put(partial(self._remove_files, job, remove_files))
 
     def _remove_files(self, job_name: str, remove_files: Callable[[], None]) -> None:
@@ -199,18 +199,18 @@ class Administration:
     def _settle(self, job: str, procedure: Procedure[T]) -> None:
         self._committer.wait_durable(job)
         if self._state.failed:
-            procedure.throw(Refused(Refusal(Reason.CLOSED, self._state.failed)))
+            procedure.throw(Refused(Reason.CLOSED, self._state.failed))
 
     def _save(self, job: str, meta: JobMeta) -> None:
         try:
             self._state.storage.save(job, meta)
         except JobDamaged as damaged:
             with self._changed:
-                told = self._state.set_apart(job, str(damaged))
-            events.emit(told.event, **told.fields)
-            raise Refused(Refusal(Reason.APART, str(damaged))) from None
+                news = self._state.set_apart(job, str(damaged))
+            tell([news])
+            raise Refused(Reason.APART, str(damaged)) from None
         except StorageError as error:
-            raise Refused(refusal_of(error)) from None
+            raise Refused(*refusal_of(error)) from None
 
     def _clean(self, streams: Iterable[StreamState]) -> None:
         for stream in streams:
@@ -420,7 +420,72 @@ class Tiering:
             before = stream.cold_bytes
             stream.moved(below)
             size = stream.cold_bytes - before
-            self._state.space.recount(self._state.core, trimmed=False)
+            self._state.space.recount(self._state.core)
         events.emit("moved", job=job.name, stream=name, bytes=size, below=below)
         self._watch.files_removed()
         return True
+
+
+# What lost servers have moved to the same store.
+
+
+class LostServers:
+    """Jobs by which the records are read that lost servers have moved: each is of one server, and is not written."""
+
+    def __init__(
+        self, state: ServerState, storage: DirectoryStorage, take: Callable[[RecoveredJob], None]
+    ) -> None:
+        """`take`: as at the start of a server, of a job that was recovered."""
+        self._state = state
+        self._storage = storage
+        self._take = take
+        self._lock = threading.Lock()
+
+    def folder(self, job: str) -> str:
+        """Returns where this server has what it moves of a job."""
+        return self._storage.cold_folder(job)
+
+    def job(self, job: str, cold: str) -> str:
+        """Returns the name of the job that has these records; they are looked up the first time. Raises Refused."""
+        name = f"{job}@{cold}"
+        with self._lock, self._asking(job, cold):
+            if name not in self._state.core.jobs:
+                found = self._storage.read_lost(job, cold)
+                if found.streams:
+                    with self._state.changed:
+                        self._take(found)
+        return name
+
+    @contextmanager
+    def _asking(self, job: str, cold: str) -> Iterator[None]:
+        """Checks the names, and turns the store's errors into Refused."""
+        check_names(job)
+        if not is_folder(cold):
+            raise Refused(Reason.INVALID, f"{cold[:80]}: no server moves records there")
+        try:
+            yield
+        except StorageError as error:
+            raise Refused(Reason.CORRUPT, str(error)) from None
+        except OSError as error:
+            raise Refused(Reason.BUSY, f"the object store: {error.strerror}") from None
+
+    def drop_all(self, job: str) -> None:
+        """(the job is dropped) Removes what lost servers have moved of it, as far as it was read here. That happens
+        once the store answers."""
+        with self._state.changed:
+            names = [name for name in self._state.core.jobs if name.startswith(f"{job}@")]
+        with self._lock:
+            for name in names:
+                self._drop(job, name.partition("@")[2])
+
+    def drop(self, job: str, cold: str) -> None:
+        """Removes these records, also from the store. Raises Refused, also if they are not the job's."""
+        with self._lock, self._asking(job, cold):
+            self._storage.check_lost(job, cold)
+            self._drop(job, cold)
+
+    def _drop(self, job: str, cold: str) -> None:
+        with self._state.changed:
+            self._state.core.jobs.pop(f"{job}@{cold}", None)
+            self._state.space.recount(self._state.core)
+        self._storage.drop_lost(job, cold)

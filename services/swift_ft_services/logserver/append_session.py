@@ -6,19 +6,20 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 
 from swift_ft._pb import log_pb2
-from swift_ft.errors import LogError, RecordCorrupt
-from swift_ft.log.frame import FrameHeader, FrameOversize
+from swift_ft.errors import LogError, RecordCorrupt, RecordInvalid
+from swift_ft.log.frame import FrameHeader, FrameOversize, decode_header
 from swift_ft.log.protocol import Fsync, Reason
-from swift_ft_services.logserver.core import Refusal, StreamState, cannot_be_mended
+from swift_ft.log.shared_memory import PLACE
+from swift_ft_services.logserver.core import Refusal, Refused, StreamState, cannot_be_mended
 from swift_ft_services.logserver.quotas import Notice
 from swift_ft_services.logserver.segments import (
     JobDamaged,
-    SegmentGone,
     StorageBusy,
     StorageError,
     StorageFull,
 )
-from swift_ft_services.logserver.state import AppendCall, Refused, ServerState, check_names
+from swift_ft_services.logserver.shared_memory import BodyChanged, Part, SharedBody
+from swift_ft_services.logserver.state import AppendCall, ServerState, check_names
 from swift_ft_services.logserver.storage_interface import RecoveredJob, Write
 
 # Queue of accepted frames: what to write next, when a sync is due, what is acknowledged after it. No I/O, no clock.
@@ -104,13 +105,8 @@ class Commits:
         """Queue per job; the first one has its turn next."""
         self._accepted = 0  # of all jobs together, for `progress`
         self._settled = 0
-        self._synced = 0
         self._making_file: Write | None = None
         self._unsynced_since: float | None = None
-        self._unsynced: dict[int, StreamState] = {}
-        """Stream tag -> stream with unsynced records that were acknowledged to a writer that asked for no sync."""
-        self._awaiting: dict[int, AppendCall] = {}
-        """Stream tag -> session that sent such records again and wants them synced before they are acknowledged."""
 
     def put(self, session: AppendCall, stream: StreamState, write: Write, fsync: Fsync) -> None:
         line = self._lines.setdefault(stream.job, Line())
@@ -119,13 +115,6 @@ class Commits:
         self._accepted += 1
         if fsync is not Fsync.NEVER:
             line.promised = line.accepted
-
-    def acknowledge_again(self, session: AppendCall, stream: StreamState, fsync: Fsync) -> None:
-        """Acknowledges records that were sent again, after a sync if the first send asked for none."""
-        if fsync is Fsync.NEVER or stream.tag not in self._unsynced:
-            session.acknowledge(stream)
-            return
-        self._awaiting[stream.tag] = session
 
     def ask_to_settle(self, job: str | None = None) -> Target:
         """Returns the condition that all frames accepted so far (of one job, or of all) are durable or given up."""
@@ -146,9 +135,9 @@ class Commits:
             line.settled >= settled and line.synced >= synced for line, settled, synced in target.lines
         )
 
-    def progress(self) -> tuple[int, int, int]:
-        """Returns the counts of frames accepted so far, settled, and covered by a sync."""
-        return self._accepted, self._settled, self._synced
+    def progress(self) -> tuple[int, int]:
+        """Returns the counts of frames accepted so far, and settled."""
+        return self._accepted, self._settled
 
     @property
     def empty(self) -> bool:
@@ -160,7 +149,7 @@ class Commits:
 
     @property
     def work_to_do(self) -> bool:
-        if self._awaiting or self._next() is not None:
+        if self._next() is not None:
             return True
         return any(line.sync_target > line.synced < line.settled for line in self._lines.values())
 
@@ -232,8 +221,6 @@ class Commits:
     def sync_due(self, batch: list[Queued], now: float) -> bool:
         if any(queued.fsync is Fsync.ALWAYS for queued in batch) or self._sync_is_asked_for:
             return True
-        if self._awaiting:
-            return True
         return self.next_sync_s(now) == 0
 
     def next_sync_s(self, now: float) -> float | None:
@@ -254,15 +241,10 @@ class Commits:
         if sync:
             self._unsynced_since = None
             self._is_synced()
-            self._unsynced.clear()
         elif self._unsynced_since is None and any(queued.fsync is Fsync.INTERVAL for queued in batch):
             self._unsynced_since = now
         news = self._mended([queued for queued in batch if queued.write.mends], unmended)
-        if not sync:
-            self._unsynced.update({queued.stream.tag: queued.stream for queued in batch})
         self._acknowledge(batch)
-        if sync:
-            self._tell_awaiting()
         self._forget_those_over()
         return [*news, *(self._state.space.disk_took() if batch else [])]
 
@@ -274,17 +256,10 @@ class Commits:
     def _is_synced(self) -> None:
         for line in self._lines.values():
             line.synced = line.settled
-        self._synced = self._settled
 
     def _forget_those_over(self) -> None:
         for job in [job for job, line in self._lines.items() if line.over]:
             del self._lines[job]
-
-    def _tell_awaiting(self) -> None:
-        awaiting, self._awaiting = self._awaiting, {}
-        for tag, session in awaiting.items():
-            if tag in session.streams and self._state.holders.get(tag) is session:
-                session.acknowledge(session.streams[tag][0])
 
     def _mended(self, batch: list[Queued], unmended: Sequence[Write]) -> list[Notice]:
         news = []
@@ -318,54 +293,48 @@ class Commits:
             session.underway_bytes -= size
             session.outbox.put(log_pb2.AppendReply(credit_bytes=size))
 
-    def gave_up(self, error: StorageError, batch: list[Queued], now: float) -> list[Notice]:
-        """The batch and all queued after it was not written: their sessions end, so writers resend."""
+    def gave_up(self, error: StorageError | BodyChanged, batch: list[Queued], now: float) -> list[Notice]:
+        """The batch and all queued after it was not written: their sessions end, so writers resend. A changed body
+        concerns only the job whose writer it is."""
         state = self._state
+        only = batch[0].stream.job if isinstance(error, BodyChanged) else None
         if isinstance(error, StorageFull):
             news = state.space.disk_is_full(str(error), now)
         elif isinstance(error, StorageBusy):
             news = [Notice("storage_busy", {"reason": str(error)})]
         elif isinstance(error, JobDamaged):
             news = [state.set_apart(error.job, str(error))]
-        elif isinstance(error, SegmentGone):
+        elif isinstance(error, BodyChanged):
             news = []
         else:
             state.failed = str(error)
             news = [Notice("storage_failed", {"reason": str(error)})]
-        state.core.abandon()
-        if isinstance(error, SegmentGone):
-            news.append(self._lost(error))
-        state.space.recount(state.core, trimmed=False)
+        state.core.abandon(only)
+        state.space.recount(state.core)
         self._leave(batch)
-        for line in self._lines.values():
-            self._leave(line.queue)
-            line.queue.clear()
-        self._awaiting.clear()
+        for job, line in self._lines.items():
+            if only in (None, job):
+                self._leave(line.queue)
+                line.queue.clear()
         if state.failed:  # no sync is tried any more
             self._unsynced_since = None
             self._is_synced()
         self._forget_those_over()
-        state.end_sessions(refusal_of(error))
+        state.end_sessions(refusal_of(error), only)
         return news
 
-    def _lost(self, error: SegmentGone) -> Notice:
-        """Turns the lost file's records into a hole, acknowledged or not. Readers that need them are refused. The
-        writer continues after the hole."""
-        stream = self._state.core.known(error.job).stream(error.stream)
-        self._state.core.lost(stream, error.first, str(error))
-        fields = {"job": stream.job, "stream": stream.name, "reason": str(error)}
-        return Notice("stream_corrupt", fields)
 
-
-def refusal_of(error: StorageError) -> Refusal:
+def refusal_of(error: StorageError | BodyChanged) -> Refusal:
+    if isinstance(error, BodyChanged):
+        return Refusal(Reason.CORRUPT, str(error))
     if isinstance(error, StorageFull):
         return Refusal(Reason.FULL, str(error))
-    if isinstance(error, StorageBusy | SegmentGone | JobDamaged):
+    if isinstance(error, StorageBusy | JobDamaged):
         return Refusal(Reason.BUSY, str(error))
     return Refusal(Reason.CLOSED, str(error))
 
 
-Frame = tuple[FrameHeader, list[memoryview]]
+Frame = tuple[FrameHeader, Sequence[Part]]
 """A header, and the bytes of the frame in pieces."""
 
 
@@ -406,7 +375,7 @@ class Quarantined(Refused):
     """The stream was quarantined by this frame; its manifest must be saved."""
 
     def __init__(self, refusal: Refusal, stream: StreamState) -> None:
-        super().__init__(refusal)
+        super().__init__(*refusal)
         self.stream = stream
 
 
@@ -418,23 +387,14 @@ class Appends:
         self._commits = commits
 
     def take_over(self, recovered: RecoveredJob, now: float) -> None:
-        job = self._state.core.job(recovered.name)
+        job = self._state.core.jobs[recovered.name] = recovered.state
         job.generation = recovered.meta.generation
         job.reset_generation = recovered.meta.reset_generation
         job.reset_number = recovered.meta.reset_number
         job.trimmed_below_step = job.trim_wanted = job.trim_recorded = recovered.meta.trimmed_below_step
-        for recovered_stream in recovered.streams:
-            stream = job.stream(recovered_stream.name)
-            stream.first = recovered_stream.first
-            stream.durable = stream.appended = recovered_stream.next_sequence
-            stream.quarantined = recovered_stream.quarantined
-            for entry in recovered_stream.entries:
-                stream.add(entry)
-            stream.holes = [
-                hole for hole in recovered_stream.holes if hole.below_step > job.trimmed_below_step
-            ]
+        for stream in recovered.streams:
+            stream.holes = [hole for hole in stream.holes if hole.below_step > job.trimmed_below_step]
             stream.check()
-            stream.moved(recovered_stream.cold_below)
             self._state.space.added(job.name, stream.bytes - stream.cold_bytes)
         self._state.touch(job.name, now)
 
@@ -445,7 +405,11 @@ class Appends:
         self._state.sessions[session] = None
         session.outbox.put(
             log_pb2.AppendReply(
-                welcome=log_pb2.Welcome(body_bytes_max=config.body_bytes_max),
+                welcome=log_pb2.Welcome(
+                    body_bytes_max=config.body_bytes_max,
+                    memory_socket=self._state.memory_socket,
+                    memory_key=session.memory_key,
+                ),
                 credit_bytes=config.credit_bytes,
             )
         )
@@ -471,7 +435,7 @@ class Appends:
             fsync = Fsync(request.fsync or self._state.config.fsync)
         except ValueError:
             message = f"fsync {request.fsync!r} is not known; there are {', '.join(Fsync)}"
-            raise Refused(Refusal(Reason.INVALID, message)) from None
+            raise Refused(Reason.INVALID, message) from None
         self._state.check_open()
         self._state.check_not_cut_off(request.job)
         self._state.check_room(request.job, 0)
@@ -481,8 +445,6 @@ class Appends:
         stream = self._state.core.open(
             request.job, request.stream, request.generation, request.acked_sequence
         )
-        if isinstance(stream, Refusal):
-            raise Refused(stream)
         self._state.space.job(request.job)  # creates its account
         session.streams[stream.tag] = (stream, request.generation)
         oldest = session.oldest.get(request.job, request.generation)
@@ -495,28 +457,31 @@ class Appends:
         session.outbox.put(log_pb2.AppendReply(opened=[opened]))
 
     @classmethod
-    def parse(cls, session: AppendCall, frames: memoryview | None) -> list[Frame]:
-        """Returns the verified frames that a message completes. None: no more messages will come. Raises Refused."""
-        return [frame for some in cls.parse_some(session, frames, 1 << 30) for frame in some]
+    def parse(cls, session: AppendCall, frames: memoryview | None, shared: bytes = b"") -> list[Frame]:
+        """Returns the frames that a message completes. None: no more messages will come. Raises Refused."""
+        return [frame for some in cls.parse_some(session, frames, shared, 1 << 30) for frame in some]
 
     @staticmethod
-    def parse_some(session: AppendCall, frames: memoryview | None, count: int) -> Iterator[list[Frame]]:
-        """Yields the frames in lists of at most ``count``. Raises Refused for damaged, too large or unexpected ones."""
+    def parse_some(
+        session: AppendCall, frames: memoryview | None, shared: bytes, count: int
+    ) -> Iterator[list[Frame]]:
+        """Yields the frames in lists of at most ``count``, verified but for bodies in shared memory. Raises Refused for
+        damaged, too large or unexpected ones."""
         if frames is not None and not session.streams:  # an incomplete frame takes memory
-            raise Refused(Refusal(Reason.NOT_OPEN, "frames before any stream is open in this call"))
+            raise Refused(Reason.NOT_OPEN, "frames before any stream is open in this call")
         try:
-            if frames is not None:
-                fed = session.assembler.feed(frames)
-                while some := list(islice(fed, count)):
-                    yield some
+            if frames is None:
+                session.assembler.finish()
                 return
-            session.assembler.finish()
+            fed = chain(session.assembler.feed(frames), _in_memory(session, memoryview(shared)))
+            while some := list(islice(fed, count)):
+                yield some
         except RecordCorrupt as error:
-            raise Refused(Refusal(Reason.CORRUPT, f"damaged on the way here: {error}")) from None
+            raise Refused(Reason.CORRUPT, f"damaged on the way here: {error}") from None
         except FrameOversize as error:
-            raise Refused(Refusal(Reason.OVERSIZE, str(error))) from None
+            raise Refused(Reason.OVERSIZE, str(error)) from None
         except LogError as error:
-            raise Refused(Refusal(Reason.INVALID, str(error))) from None
+            raise Refused(Reason.INVALID, str(error)) from None
 
     def accept(self, session: AppendCall, parsed: list[Frame]) -> None:
         """Accepts frames of opened streams. Raises Refused; frames before the refused one are kept."""
@@ -528,25 +493,28 @@ class Appends:
             if given_back:
                 session.outbox.put(log_pb2.AppendReply(credit_bytes=given_back))
 
-    def _accept(self, session: AppendCall, header: FrameHeader, frame: list[memoryview]) -> int:
+    def _accept(self, session: AppendCall, header: FrameHeader, frame: Sequence[Part]) -> int:
         """Queues a frame. Returns the credit to give back at once."""
         self._state.check_open()
         _check_session(session)
         opened = session.streams.get(header.stream_tag)
         if opened is None or self._state.holders.get(header.stream_tag) is not session:
-            raise Refused(Refusal(Reason.NOT_OPEN, f"{header.key}: its stream is not open in this call"))
+            raise Refused(Reason.NOT_OPEN, f"{header.key}: its stream is not open in this call")
         stream, generation = opened
         if session.underway_bytes + header.frame_bytes > self._state.config.writer_bytes_max:
-            raise Refused(Refusal(Reason.INVALID, "more bytes under way than were granted"))
+            raise Refused(Reason.INVALID, "more bytes under way than were granted")
         session.acked.setdefault(stream.tag, header.sequence)
         if header.sequence == stream.appended:
             self._state.check_room(stream.job, header.frame_bytes)
             self._state.check_records(self._state.core.known(stream.job))
-        entry = self._state.core.append(stream, generation, header)
-        if isinstance(entry, Refusal):
-            raise Quarantined(entry, stream) if stream.quarantined else Refused(entry)
+        try:
+            entry = self._state.core.append(stream, generation, header)
+        except Refused as refused:
+            if stream.quarantined:
+                raise Quarantined(refused.refusal, stream) from None
+            raise
         if entry is None:
-            self._commits.acknowledge_again(session, stream, session.fsync[stream.tag])
+            session.acknowledge(stream)
             return header.frame_bytes
         mends = stream.mending.get(header.sequence) is entry
         if not mends:
@@ -558,6 +526,21 @@ class Appends:
         return 0
 
 
+def _in_memory(session: AppendCall, shared: memoryview) -> Iterator[Frame]:
+    """Yields the frames whose bodies lie in the writer's memory. Raises LogError."""
+    if shared:
+        session.assembler.finish()
+    while shared:
+        if session.memory is None:
+            raise RecordInvalid("bodies in a memory, and none was handed over for this call")
+        header = decode_header(shared, 0, session.assembler.body_bytes_max)
+        head, place = shared[: header.header_bytes], shared[header.header_bytes :][: PLACE.size]
+        if len(place) < PLACE.size:
+            raise RecordInvalid(f"{header.key}: nothing says where its body is")
+        yield header, [head, SharedBody(header, session.memory, *PLACE.unpack(place))]
+        shared = shared[len(head) + len(place) :]
+
+
 def _check_session(session: AppendCall) -> None:
     if session.ended:
-        raise Refused(session.refusal or Refusal(Reason.CLOSED, "the call has ended"))
+        raise Refused(*(session.refusal or Refusal(Reason.CLOSED, "the call has ended")))

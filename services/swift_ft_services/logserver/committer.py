@@ -5,14 +5,21 @@ files ahead, so that commits of other jobs do not wait for that.
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from swift_ft import events
 from swift_ft_services.logserver.append_session import Commits, Queued
 from swift_ft_services.logserver.quotas import Notice
 from swift_ft_services.logserver.segments import StorageError, StorageFailed
+from swift_ft_services.logserver.shared_memory import BodyChanged
 from swift_ft_services.logserver.state import ServerState
 from swift_ft_services.logserver.storage_interface import Write
+
+
+def tell(news: Iterable[Notice]) -> None:
+    """(without the server's lock) Emits the events."""
+    for notice in news:
+        events.emit(notice.event, **notice.fields)
 
 
 class Committer:
@@ -26,8 +33,8 @@ class Committer:
         self._changed = state.changed
         self._file_wanted = state.new_condition()
         self._stop = False
-        self.on_commit: Callable[[Sequence[Write], float, Sequence[Write], str], None] = lambda *_: None
-        """Called after each commit: what was written, the seconds, what was not mended, the error's name."""
+        self.on_commit: Callable[[Sequence[Write], float, str], None] = lambda *_: None
+        """Called after each commit: what was written, the seconds, the error's name."""
         self._threads = [
             threading.Thread(target=self._loop, name="committer", daemon=True),
             threading.Thread(target=self._make_files, name="files", daemon=True),
@@ -100,26 +107,21 @@ class Committer:
         began = time.monotonic()
         try:
             unmended = self._state.storage.commit(writes, sync)
-        except StorageError as error:
-            self.on_commit(writes, time.monotonic() - began, (), type(error).__name__)
+        except (StorageError, BodyChanged) as error:
+            self.on_commit(writes, time.monotonic() - began, type(error).__name__)
             self._give_up(error, batch)
             return
-        self.on_commit(writes, time.monotonic() - began, unmended, "")
+        self.on_commit(writes, time.monotonic() - began, "")
         with self._changed:
             news = self.commits.committed(batch, sync, self._clock(), unmended)
             self._state.show_health()
             self._state.wake_readers({queued.stream.job for queued in batch})
             self._changed.notify_all()
-        self._tell(news)
+        tell(news)
 
-    def _give_up(self, error: StorageError, batch: list[Queued]) -> None:
+    def _give_up(self, error: StorageError | BodyChanged, batch: list[Queued]) -> None:
         with self._changed:
             news = self.commits.gave_up(error, batch, self._clock())
             self._state.show_health()
             self._changed.notify_all()
-        self._tell(news)
-
-    @staticmethod
-    def _tell(news: list[Notice]) -> None:
-        for notice in news:
-            events.emit(notice.event, **notice.fields)
+        tell(news)

@@ -15,7 +15,7 @@ step rises until a `reset`; records after a reset may begin at an older checkpoi
 from bisect import bisect_left, insort
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from swift_ft.log.frame import FrameHeader
 from swift_ft.log.protocol import Reason
@@ -91,12 +91,19 @@ NUMBER_MAX = 1 << 48
 name and a database, and no training run comes near it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(NamedTuple):
     """Reason why a request is refused. ``message`` is for people, ``reason`` for programs."""
 
     reason: Reason
     message: str
+
+
+class Refused(Exception):
+    """Ends a call with a refusal."""
+
+    def __init__(self, reason: Reason, message: str) -> None:
+        super().__init__(message)
+        self.refusal = Refusal(reason, message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +184,7 @@ class StreamState:
     _step_order: Ordered = field(init=False)
 
     def __post_init__(self) -> None:
-        self.tag = stream_tag(self.job, self.name)
+        self.tag = stream_tag(self.job.partition("@")[0], self.name)  # `LostServers` has several of a job
         self.order = Ordered(self.by_sequence)
         self._step_order = Ordered(self._steps)
 
@@ -270,9 +277,9 @@ class StreamState:
                 return hole
         return None
 
-    def lose(self, end: int) -> Refusal | None:
+    def lose(self, end: int) -> None:
         """Records a hole up to ``end``: the writer has an acknowledgement for records that are missing here. The stream
-        continues after the hole. Returns a refusal if there are too many holes."""
+        continues after the hole. Raises Refused if there are too many holes."""
         last = self.holes[-1] if self.holes else None
         begin = self.appended
         if last is not None and last.claimed and last.end_sequence == begin:
@@ -280,10 +287,9 @@ class StreamState:
             begin = last.sequence
         elif len(self.holes) >= HOLES_MAX:
             message = f"stream {self.name} has {HOLES_MAX} gaps: it takes no more before a trim or a reset"
-            return Refusal(Reason.LIMIT, message)
+            raise Refused(Reason.LIMIT, message)
         reason = f"records {begin} to {end - 1} were acknowledged and are gone"
         self.add_hole(Hole(begin, end, STEP_UNKNOWN, reason, claimed=True))
-        return None
 
     def add_hole(self, hole: Hole) -> None:
         """Appends a hole that ends at or after the end of the stream."""
@@ -365,10 +371,16 @@ class JobState:
         return state
 
 
-def too_high(what: str, number: int, most: int = NUMBER_MAX) -> Refusal | None:
-    if number <= most:
-        return None
-    return Refusal(Reason.INVALID, f"{what} {number}: none is above {most}")
+def check_number(what: str, number: int, most: int = NUMBER_MAX) -> None:
+    if number > most:
+        raise Refused(Reason.INVALID, f"{what} {number}: none is above {most}")
+
+
+def fenced(job: JobState, generation: int) -> Refusal:
+    return Refusal(
+        Reason.STALE_GENERATION,
+        f"generation {generation} of job {job.name} was fenced; {job.generation} is granted",
+    )
 
 
 def cannot_be_mended(stream: StreamState, sequence: int) -> Refusal:
@@ -381,7 +393,8 @@ def cannot_be_mended(stream: StreamState, sequence: int) -> Refusal:
 
 
 class LogCore:
-    """State of all jobs of one server. Every method is a decision; the caller carries it out."""
+    """State of all jobs of one server. Every method is a decision; the caller carries it out. What is refused raises
+    Refused."""
 
     def __init__(self) -> None:
         self.jobs: dict[str, JobState] = {}
@@ -404,55 +417,47 @@ class LogCore:
 
     # -- appending ------------------------------------------------------------------------------------
 
-    def check_generation(self, job: JobState, generation: int) -> Refusal | None:
+    def check_generation(self, job: JobState, generation: int) -> None:
         if generation < job.generation:
-            return Refusal(
-                Reason.STALE_GENERATION,
-                f"generation {generation} of job {job.name} was fenced; {job.generation} is granted",
-            )
+            raise Refused(*fenced(job, generation))
         if generation > job.generation or generation == 0:
-            return Refusal(
+            raise Refused(
                 Reason.NOT_GRANTED,
                 f"generation {generation} of job {job.name} is not granted; {job.generation} is",
             )
-        return None
 
-    def open(self, job_name: str, stream_name: str, generation: int, acked: int) -> StreamState | Refusal:
+    def open(self, job_name: str, stream_name: str, generation: int, acked: int) -> StreamState:
         """Opens a stream for a writer. ``acked``: the writer has acknowledgements for all records below it."""
         job = self.known(job_name)
-        refusal = self.check_generation(job, generation) or too_high("acknowledged sequence", acked)
-        if refusal is not None:
-            return refusal
+        self.check_generation(job, generation)
+        check_number("acknowledged sequence", acked)
         stream = job.stream(stream_name)
         if stream.quarantined:
-            return Refusal(Reason.CONFLICT, f"stream {stream_name} is quarantined: {stream.quarantined}")
+            raise Refused(Reason.CONFLICT, f"stream {stream_name} is quarantined: {stream.quarantined}")
         if acked > stream.appended:
             if stream.durable < stream.appended:
-                return Refusal(Reason.INVALID, f"nobody acknowledged record {acked - 1} of {stream_name}")
-            return stream.lose(acked) or stream
+                raise Refused(Reason.INVALID, f"nobody acknowledged record {acked - 1} of {stream_name}")
+            stream.lose(acked)
         return stream
 
-    def append(self, stream: StreamState, generation: int, frame: FrameHeader) -> IndexEntry | Refusal | None:
+    def append(self, stream: StreamState, generation: int, frame: FrameHeader) -> IndexEntry | None:
         """Returns the entry to write; if `StreamState.mending` holds it, it replaces a damaged record in place. Returns
         None if the record is already stored: write nothing and acknowledge it again."""
-        job = self.known(stream.job)
-        refusal = self.check_generation(job, generation)
-        if refusal is not None:
-            return refusal
+        self.check_generation(self.known(stream.job), generation)
         where = f"{stream.name} {frame.key}"
         if frame.generation != generation:
-            return Refusal(Reason.INVALID, f"{where}: generation {frame.generation} in one of {generation}")
+            raise Refused(Reason.INVALID, f"{where}: generation {frame.generation} in one of {generation}")
         if stream.quarantined:
-            return Refusal(Reason.CONFLICT, f"stream {stream.name} is quarantined: {stream.quarantined}")
+            raise Refused(Reason.CONFLICT, f"stream {stream.name} is quarantined: {stream.quarantined}")
         if frame.sequence > stream.appended:
-            return Refusal(
+            raise Refused(
                 Reason.GAP, f"{where}: sequence {frame.sequence} leaves a gap; {stream.appended} is expected"
             )
         known = stream.by_key.get(frame.key)
         if frame.sequence < stream.appended and (known is not None or not stream.give_back(frame.sequence)):
             return self._again(stream, frame, generation)
         if known is not None:
-            return Refusal(
+            raise Refused(
                 Reason.CONFLICT, f"{where}: is record {known.sequence} already, was sent as {frame.sequence}"
             )
         entry = IndexEntry(frame.sequence, frame.key, frame.digest, generation, frame.frame_bytes)
@@ -461,7 +466,7 @@ class LogCore:
         stream.appended += 1
         return entry
 
-    def _again(self, stream: StreamState, frame: FrameHeader, generation: int) -> IndexEntry | Refusal | None:
+    def _again(self, stream: StreamState, frame: FrameHeader, generation: int) -> IndexEntry | None:
         """Handles a record that was sent before. The index is compared, however old the record is."""
         known = stream.by_sequence.get(frame.sequence)
         if known is None or (known.key == frame.key and known.digest == frame.digest):
@@ -470,11 +475,11 @@ class LogCore:
             f"record {frame.sequence} is {known.key} with digest {known.digest.hex()}, "
             f"and was sent again as {frame.key} with digest {frame.digest.hex()}"
         )
-        return Refusal(Reason.CONFLICT, f"{stream.name}: {stream.quarantined}")
+        raise Refused(Reason.CONFLICT, f"{stream.name}: {stream.quarantined}")
 
     def _mend(
         self, stream: StreamState, known: IndexEntry | None, frame: FrameHeader, generation: int
-    ) -> IndexEntry | Refusal | None:
+    ) -> IndexEntry | None:
         """Returns an entry to rewrite if the record lies in a hole. ``known``: its index entry, if one is left."""
         if stream.hole_at(frame.sequence) is None or frame.sequence in stream.mending:
             return None
@@ -487,9 +492,9 @@ class LogCore:
             message = (
                 f"{stream.name} {frame.key}: is record {other.sequence} already, was sent as {frame.sequence}"
             )
-            return Refusal(Reason.CONFLICT, message)
+            raise Refused(Reason.CONFLICT, message)
         if known is not None and known.frame_bytes != frame.frame_bytes:
-            return cannot_be_mended(stream, frame.sequence)
+            raise Refused(*cannot_be_mended(stream, frame.sequence))
         entry = IndexEntry(frame.sequence, frame.key, frame.digest, generation, frame.frame_bytes)
         stream.mending[frame.sequence] = entry
         return entry
@@ -514,51 +519,38 @@ class LogCore:
         stream.durable = max(stream.durable, min(sequence, stream.appended))
         stream.check()
 
-    def abandon(self) -> None:
-        """Takes back all records that are appended and not durable, after the storage failed to write."""
-        for job in self.jobs.values():
+    def abandon(self, only: str | None = None) -> None:
+        """Takes back all records that are appended and not durable, after the storage did not write them. ``only``: the
+        job that this concerns."""
+        for job in self.jobs.values() if only is None else [self.known(only)]:
             for stream in job.streams.values():
                 while (last := stream.order.last) is not None and last >= stream.durable:
                     stream.remove(stream.by_sequence[last])
                 stream.mending.clear()
                 stream.appended = stream.durable
 
-    def lost(self, stream: StreamState, first: int, reason: str) -> None:
-        """Replaces all records from ``first`` on by a hole: no file has them any more. (No write is under way.)"""
-        gone = [entry for entry in stream.by_sequence.values() if entry.sequence >= first]
-        for entry in gone:
-            stream.remove(entry)
-        begin = max(first, stream.first)
-        if begin < stream.appended:
-            below_step = max((entry.key.step + 1 for entry in gone), default=STEP_UNKNOWN)
-            stream.insert_hole(Hole(begin, stream.appended, below_step, reason, gone=True))
-
     # -- generations ----------------------------------------------------------------------------------
 
-    def fence(self, job_name: str, generation: int) -> Refusal | None:
-        """Grants a generation; older writers are refused from then on. Returns a refusal if a higher one is granted."""
-        refusal = too_high("generation", generation)
-        if refusal is not None:
-            return refusal
+    def fence(self, job_name: str, generation: int) -> None:
+        """Grants a generation; older writers are refused from then on. Raises Refused if a higher one is granted."""
+        check_number("generation", generation)
         job = self.job(job_name)
         if generation < job.generation:
-            return Refusal(
+            raise Refused(
                 Reason.STALE_GENERATION,
                 f"generation {generation} of job {job_name} is older than the granted {job.generation}",
             )
         job.generation = generation
-        return None
 
     # -- reading --------------------------------------------------------------------------------------
 
-    def check_readable(self, job: JobState, from_step: int) -> Refusal | None:
+    def check_readable(self, job: JobState, from_step: int) -> None:
         if from_step < job.trimmed_below_step:
-            return Refusal(
+            raise Refused(
                 Reason.TRIMMED,
                 f"step {from_step} of job {job.name} is trimmed; "
                 f"the oldest step there is {job.trimmed_below_step}",
             )
-        return None
 
     def durable_records(
         self, stream: StreamState, sequence: int, from_step: int, count: int

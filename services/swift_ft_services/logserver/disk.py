@@ -23,10 +23,10 @@ from typing import Protocol
 
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.files import open_regular
-from swift_ft.log.directory import LOCK, held_by_strangers
-from swift_ft.log.frame import Bytes
+from swift_ft.log.directory import LOCK
 from swift_ft.log.memory import page_aligned
 from swift_ft.log.segment import BLOCK_BYTES
+from swift_ft_services.logserver.shared_memory import Part, SharedBody
 from swift_ft_services.threads import Threads
 
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -56,8 +56,9 @@ class File(Protocol):
     def read_into(self, offset: int, buffer: memoryview) -> int:
         """Fills page-aligned memory with whole blocks. Returns the number of bytes read."""
 
-    def write(self, offset: int, parts: Sequence[Bytes]) -> None:
-        """Writes whole blocks (of BLOCK_BYTES), part after part. If it raises, any part may be written."""
+    def write(self, offset: int, parts: Sequence[Part]) -> bytes:
+        """Writes whole blocks (of BLOCK_BYTES), part after part. Returns the last block, as it was written. If it
+        raises, any part may be written. Raises BodyChanged as well."""
 
     def reserve(self, size: int) -> None:
         """Allocates space up to ``size``, so that writes need none. The file's size is unchanged."""
@@ -70,9 +71,6 @@ class File(Protocol):
 
     def note(self, offset: int, data: bytes) -> None:
         """Writes a few bytes through the page cache: they survive the end of this process, but not a power cut."""
-
-    def is_there(self) -> bool:
-        """Returns whether the path still names this file."""
 
     def close(self) -> None: ...
 
@@ -91,6 +89,9 @@ class Disk(Protocol):
 
     def open(self, path: Path) -> File: ...
 
+    def descriptor(self, path: Path) -> int:
+        """Returns a read-only descriptor of an existing file."""
+
     def sync_names(self, path: Path) -> None:
         """Makes creations and removals of names in this directory durable."""
 
@@ -100,7 +101,8 @@ class Disk(Protocol):
     def remove(self, path: Path) -> None:
         """Removes the file, if it exists."""
 
-    def remove_tree(self, path: Path) -> None: ...
+    def remove_tree(self, path: Path) -> None:
+        """Removes the directory and all in it, if it exists."""
 
     def close(self) -> None: ...
 
@@ -157,6 +159,14 @@ class RealDisk:
     def open(self, path: Path) -> "RealFile":
         return RealFile(path, 0, self._gatherer, self._synced)
 
+    def descriptor(self, path: Path) -> int:
+        try:
+            return open_regular(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
+        except OSError as error:
+            if error.errno not in _NO_SUPPORT:
+                raise
+        return open_regular(path, os.O_RDONLY)
+
     def sync_names(self, path: Path) -> None:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -171,7 +181,8 @@ class RealDisk:
         path.unlink(missing_ok=True)
 
     def remove_tree(self, path: Path) -> None:
-        shutil.rmtree(path)
+        with suppress(FileNotFoundError):
+            shutil.rmtree(path)
 
 
 def _take(directory: Path) -> int:
@@ -179,9 +190,6 @@ def _take(directory: Path) -> int:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         os.listdir(directory)
         fd = _locked(directory)
-        if fd is None and held_by_strangers(directory):
-            (directory / LOCK).unlink()
-            fd = _locked(directory)
     except OSError as error:
         raise UsageError(
             f"cannot use directory {directory}: {error.strerror}; give one that can be read and written"
@@ -235,10 +243,10 @@ class RealFile:
                 break
         return at
 
-    def write(self, offset: int, parts: Sequence[Bytes]) -> None:
+    def write(self, offset: int, parts: Sequence[Part]) -> bytes:
         if offset % BLOCK_BYTES or sum(map(len, parts)) % BLOCK_BYTES:
             raise ValueError("only whole blocks are written")
-        self._gatherer.write(self._write_block, offset, parts)
+        return self._gatherer.write(self._write_block, offset, parts)
 
     def _write_block(self, block: memoryview, offset: int) -> None:
         while block:
@@ -265,7 +273,7 @@ class RealFile:
             try:
                 self._direct_fd = open_regular(self._path, os.O_RDWR | getattr(os, "O_DIRECT", 0))
             except OSError as error:
-                if error.errno not in _NO_SUPPORT and self.is_there():
+                if error.errno not in _NO_SUPPORT and self._is_there():
                     raise
                 self._can_be_direct = False
             if self._direct_fd is not None and not _same(os.fstat(self._direct_fd), os.fstat(self._fd)):
@@ -296,7 +304,8 @@ class RealFile:
     def note(self, offset: int, data: bytes) -> None:
         os.pwrite(self._fd, data, offset)
 
-    def is_there(self) -> bool:
+    def _is_there(self) -> bool:
+        """Returns whether the path still names this file."""
         try:
             return _same(os.stat(self._path, follow_symlinks=False), os.fstat(self._fd))
         except FileNotFoundError:
@@ -316,54 +325,51 @@ class _Gatherer:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._memory = [page_aligned(_BUFFER_BYTES) for _ in range(_BUFFERS)]
+        self._buffers = [memoryview(page_aligned(_BUFFER_BYTES)) for _ in range(_BUFFERS)]
         self._thread = Threads(1, "disk")
 
     def close(self) -> None:
         self._thread.shutdown()
 
     def write(
-        self, write_block: Callable[[memoryview, int], None], offset: int, parts: Sequence[Bytes]
-    ) -> None:
-        """Calls ``write_block(bytes, offset)`` for all of it, in order. Raises what it raises."""
+        self, write_block: Callable[[memoryview, int], None], offset: int, parts: Sequence[Part]
+    ) -> bytes:
+        """Calls ``write_block(bytes, offset)`` for all of it, in order. Returns the last block. Raises what it raises,
+        and BodyChanged."""
         with self._lock:
-            if sum(map(len, parts)) <= _BUFFER_BYTES:
-                for piece in _pieces(parts, _BUFFER_BYTES):
-                    write_block(memoryview(self._memory[0])[: self._fill(0, piece)], offset)
-                return
             underway: deque[futures.Future[None]] = deque()
+            alone = sum(map(len, parts)) <= _BUFFER_BYTES
+            buffer = memoryview(b"")
             try:
-                for index, piece in enumerate(_pieces(parts, _BUFFER_BYTES)):
-                    if len(underway) == _BUFFERS - 1:
+                for buffer in self._filled(parts):
+                    if alone:
+                        write_block(buffer, offset)
+                        break
+                    underway.append(self._thread.submit(write_block, buffer, offset))
+                    offset += len(buffer)
+                    if len(underway) == _BUFFERS:  # its buffer is filled next
                         underway.popleft().result()
-                    size = self._fill(index % _BUFFERS, piece)
-                    block = memoryview(self._memory[index % _BUFFERS])[:size]
-                    underway.append(self._thread.submit(write_block, block, offset))
-                    offset += size
             finally:
                 futures.wait(underway)
             for written in underway:
                 written.result()
+            return bytes(buffer[-BLOCK_BYTES:])
 
-    def _fill(self, index: int, piece: list[memoryview]) -> int:
-        memory, at = self._memory[index], 0
-        for view in piece:
-            memory[at : at + len(view)] = view
-            at += len(view)
-        return at
-
-
-def _pieces(parts: Sequence[Bytes], size: int) -> Iterator[list[memoryview]]:
-    """Yields all parts in order, cut so that each piece but the last has exactly ``size`` bytes."""
-    piece: list[memoryview] = []
-    room = size
-    for part in parts:
-        view = memoryview(part)
-        while view:
-            piece.append(view[:room])
-            view, room = view[room:], room - len(piece[-1])
-            if room == 0:
-                yield piece
-                piece, room = [], size
-    if piece:
-        yield piece
+    def _filled(self, parts: Sequence[Part]) -> Iterator[memoryview]:
+        """Yields the buffers in turn, each filled with the parts that come next; all but the last one are full."""
+        turn = at = 0
+        for part in parts:
+            begin = 0
+            while begin < len(part):
+                end = min(len(part), begin + _BUFFER_BYTES - at)
+                room = self._buffers[turn][at : at + end - begin]
+                if isinstance(part, SharedBody):
+                    part.copy(begin, room)
+                else:
+                    room[:] = memoryview(part)[begin:end]
+                begin, at = end, at + len(room)
+                if at == _BUFFER_BYTES:
+                    yield self._buffers[turn]
+                    turn, at = (turn + 1) % _BUFFERS, 0
+        if at:
+            yield self._buffers[turn][:at]

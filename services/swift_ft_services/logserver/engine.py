@@ -11,6 +11,7 @@ Memory is bounded by the credit: a session's frames that are not durable yet tak
 frame.
 """
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,11 +20,13 @@ from swift_ft import events
 from swift_ft._pb import log_pb2
 from swift_ft.log.frame import Assembler
 from swift_ft.log.protocol import Reason
-from swift_ft_services.logserver.administration import Administration, DiskWatch, Retention
+from swift_ft.log.shared_memory import KEY_BYTES
+from swift_ft_services.logserver.administration import Administration, DiskWatch, LostServers, Retention
 from swift_ft_services.logserver.append_session import Appends, Frame, Gathered, Quarantined
-from swift_ft_services.logserver.committer import Committer
+from swift_ft_services.logserver.committer import Committer, tell
 from swift_ft_services.logserver.core import Refusal
 from swift_ft_services.logserver.reading import Reading
+from swift_ft_services.logserver.shared_memory import MemorySocket, SharedMemory
 from swift_ft_services.logserver.state import AppendCall, EngineConfig, ServerState
 from swift_ft_services.logserver.storage_interface import RecoveredJob, Storage
 
@@ -89,32 +92,26 @@ class LogEngine:
         self.administration = Administration(self.state, self.committer, self.watch, clock)
         self.reading = Reading(self.state, self.administration, clock)
         self.retention = Retention(self.state, self.administration, self.watch, age_s, clock)
+        self.lost: LostServers | None = None
+        """Only with an object store."""
         self._changed = self.state.changed
+        self._memories: MemorySocket | None = None
+
+    def take_over(self, recovered: RecoveredJob) -> None:
+        self._appends.take_over(recovered, self._clock())
 
     def start(self, jobs: list[RecoveredJob]) -> None:
         for recovered in jobs:
             if recovered.apart:
-                told = self.state.set_apart(recovered.name, recovered.apart)
-                events.emit(told.event, **told.fields)
+                tell([self.state.set_apart(recovered.name, recovered.apart)])
                 continue
-            self._appends.take_over(recovered, self._clock())
-            job = self.state.core.job(recovered.name)
-            for recovered_stream in recovered.streams:
-                stream = job.stream(recovered_stream.name)
-                if recovered_stream.torn_bytes:
-                    events.emit(
-                        "torn_tail",
-                        job=job.name,
-                        stream=recovered_stream.name,
-                        bytes=recovered_stream.torn_bytes,
-                    )
-                if stream.corrupt_reason:
-                    events.emit(
-                        "stream_corrupt",
-                        job=job.name,
-                        stream=recovered_stream.name,
-                        reason=stream.corrupt_reason,
-                    )
+            self.take_over(recovered)
+            job = recovered.state
+            for name, size in recovered.torn_bytes.items():
+                events.emit("torn_tail", job=job.name, stream=name, bytes=size)
+            for stream in recovered.streams:
+                if reason := stream.corrupt_reason:
+                    events.emit("stream_corrupt", job=job.name, stream=stream.name, reason=reason)
             events.emit(
                 "recovered",
                 job=job.name,
@@ -122,6 +119,8 @@ class LogEngine:
                 streams=len(job.streams),
                 records=job.tally.records,
             )
+        self._memories = MemorySocket(self._take_memory, self.reading.take_reader)
+        self.state.memory_socket = self._memories.name
         self.committer.start()
         self.administration.start()
         self.watch.check()
@@ -132,10 +131,21 @@ class LogEngine:
     def attach(self) -> tuple[AppendCall, Outgoing]:
         """Registers a writer's call. Returns its session and its replies."""
         outgoing = Outgoing()
-        session = AppendCall(outgoing, Assembler(self.config.body_bytes_max))
+        session = AppendCall(
+            outgoing, Assembler(self.config.body_bytes_max), memory_key=os.urandom(KEY_BYTES)
+        )
         with self._changed:
             self._appends.attach(session)
         return session, outgoing
+
+    def _take_memory(self, key: bytes, memory: SharedMemory) -> bool:
+        """Takes a writer's memory for the call that has this key."""
+        with self._changed:
+            for session in self.state.sessions:
+                if session.memory_key == key and session.memory is None:
+                    session.memory = memory
+                    return True
+        return False
 
     def detach(self, session: AppendCall) -> None:
         with self._changed:
@@ -145,9 +155,9 @@ class LogEngine:
         with self._changed:
             self._appends.open(session, request, self._clock())
 
-    def handle(self, session: AppendCall, frames: memoryview) -> None:
+    def handle(self, session: AppendCall, frames: memoryview, shared: bytes = b"") -> None:
         """As `Appends.accept`, some frames at a time."""
-        for some in self._appends.parse_some(session, frames, _TAKEN_AT_ONCE):
+        for some in self._appends.parse_some(session, frames, shared, _TAKEN_AT_ONCE):
             self._take(session, some)
             if len(some) == _TAKEN_AT_ONCE and len(self.state.writers) > 1:
                 time.sleep(_OTHERS_TURN_S)
@@ -187,6 +197,8 @@ class LogEngine:
 
     def close(self) -> None:
         """Stops the threads and closes the storage; called after `drain`, once no call runs any more."""
+        if self._memories is not None:
+            self._memories.close()
         self.retention.stop()
         self.committer.stop()
         self.administration.stop()

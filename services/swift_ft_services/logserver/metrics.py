@@ -6,15 +6,12 @@ created only with --metrics-listen.
 
 import os
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from swift_ft import events
-from swift_ft.log.segment import SUFFIX
 from swift_ft.metrics import (
     COUNTER,
     GAUGE,
@@ -27,7 +24,7 @@ from swift_ft.metrics import (
     Value,
     plain,
 )
-from swift_ft_services.logserver.administration import ASKED_FOR, rest
+from swift_ft_services.logserver.administration import rest
 from swift_ft_services.logserver.core import JobState
 from swift_ft_services.logserver.engine import LogEngine
 from swift_ft_services.logserver.quotas import Alarm
@@ -37,7 +34,6 @@ from swift_ft_services.logserver.storage_interface import Write
 _JOB = ("job",)
 _REASON = ("reason",)
 ALARMS = tuple(alarm.name.lower() for alarm in Alarm)
-_USAGE_MAX_AGE_S = 10.0
 
 
 def _family(kind: str, name: str, help: str, labels: tuple[str, ...] = ()) -> Family:
@@ -69,10 +65,7 @@ _SERVER_VALUES: Mapping[Family, Callable[[ServerState], Value | None]] = {
         lambda state: state.space.server.limit_bytes or None
     ),
     _family(GAUGE, "high_mark_bytes", "Above this, the alarm begins: a part of the limit."): (
-        lambda state: state.space.high_mark_bytes(state.space.server) or None
-    ),
-    _family(GAUGE, "low_mark_bytes", "Below this, the alarm ends."): (
-        lambda state: state.space.low_mark_bytes(state.space.server) or None
+        lambda state: state.space.high_mark_bytes() or None
     ),
     Family("swift_log_alarm", STATES, "The server's alarm; full also if the disk is full.", (), ALARMS): (
         lambda state: state.space.server_alarm.name.lower()
@@ -100,20 +93,8 @@ _JOB_VALUES: Mapping[Family, Callable[[ServerState, JobState], Value | None]] = 
     _family(GAUGE, "job_quota_bytes", "--job-quota-bytes, if it is given.", _JOB): (
         lambda state, job: state.space.job(job.name).quota_bytes or None
     ),
-    _family(GAUGE, "job_high_mark_bytes", "Above this, the job's alarm begins: a part of its quota.", _JOB): (
-        lambda state, job: state.space.high_mark_bytes(state.space.job(job.name)) or None
-    ),
-    _family(GAUGE, "job_low_mark_bytes", "Below this, the alarm ends.", _JOB): (
-        lambda state, job: state.space.low_mark_bytes(state.space.job(job.name)) or None
-    ),
     Family("swift_log_job_alarm", STATES, "The alarm of the job's quota.", _JOB, ALARMS): (
         lambda state, job: state.space.job(job.name).alarm.name.lower()
-    ),
-    _family(GAUGE, "checkpoint_wanted", "1 while an early checkpoint is asked for.", _JOB): (
-        lambda state, job: bool(state.wants_checkpoint(job))
-    ),
-    _family(COUNTER, "trimmed_bytes_total", "Bytes of records given up by trims and resets.", _JOB): (
-        lambda state, job: state.space.trimmed[job.name]
     ),
 }
 """Metric of a job -> its value now; None: absent. Read while the server's lock is held."""
@@ -124,19 +105,12 @@ _EVENTS: Mapping[str, Family] = {
     ),
     "stream_corrupt": _family(COUNTER, "damage_found_total", "Records found damaged or gone.", _JOB),
     "torn_tail": _family(COUNTER, "torn_tails_total", "Torn tails cut at the start.", _JOB),
-    "trimmed": _family(COUNTER, "trims_total", "Trims that dropped something.", _JOB),
-    "fence": _family(COUNTER, "fences_total", "Generations granted.", _JOB),
-    "reset": _family(COUNTER, "resets_total", "Resets: a job's records given up for its checkpoint.", _JOB),
 }
 
 _COUNTED = (
     *_EVENTS.values(),
-    _family(COUNTER, "freed_bytes_total", "Bytes of segments that were removed.", _JOB),
-    _family(COUNTER, "dropped_jobs_total", "Jobs dropped, on request or by age.", _REASON),
-    _family(COUNTER, "dropped_bytes_total", "Bytes of the records of these jobs.", _REASON),
     _family(COUNTER, "appended_records_total", "Records handed to the disk.", _JOB),
     _family(COUNTER, "appended_bytes_total", "Bytes of these records, with their frames.", _JOB),
-    _family(COUNTER, "acknowledged_records_total", "Records acknowledged to their writers.", _JOB),
     _family(COUNTER, "commit_failures_total", "Commits that the disk refused.", _REASON),
     _family(COUNTER, "refusals_total", "Calls that ended with a refusal.", _REASON),
 )
@@ -148,9 +122,6 @@ FAMILIES = (
     _family(HISTOGRAM, "commit_seconds", "A group commit: write and, if it is due, sync."),
     _family(HISTOGRAM, "sync_seconds", "One sync of a file."),
     _family(GAUGE, "queued_records", "Records accepted and not acknowledged yet."),
-    _family(GAUGE, "unsynced_records", "Records accepted and not covered by a sync yet."),
-    _family(GAUGE, "segments", "Segment files in the directory."),
-    _family(GAUGE, "disk_used_bytes", "Disk space that the directory's files take."),
     _family(GAUGE, "disk_free_bytes", "Space left on its filesystem for this user."),
     _family(GAUGE, "disk_size_bytes", "Size of its filesystem."),
 )
@@ -163,47 +134,35 @@ class LogMetrics:
         self._directory = directory
         self._counts: dict[str, Counter[str]] = {family.name: Counter() for family in _COUNTED}
         self._lock = threading.Lock()
-        self._usage = (0, 0)
-        self._usage_at = -_USAGE_MAX_AGE_S
         self.close = events.listen(self._heard)
 
     def refused(self, reason: str) -> None:
         self._count("refusals_total", reason)
 
-    def committed(
-        self, writes: Sequence[Write], seconds: float, unmended: Sequence[Write], error: str
-    ) -> None:
+    def committed(self, writes: Sequence[Write], seconds: float, error: str) -> None:
         """Counts a commit. ``error``: name of the error that the storage raised; empty if it raised none."""
         with self._lock:
             for write in writes:
                 self._counts["swift_log_appended_records_total"][write.job] += 1
                 self._counts["swift_log_appended_bytes_total"][write.job] += write.size
-                if not error and write not in unmended:
-                    self._counts["swift_log_acknowledged_records_total"][write.job] += 1
         if error:
             self._count("commit_failures_total", error)
         else:
             self.commit_s.observe(seconds)
 
-    def _count(self, name: str, label: str, amount: int = 1) -> None:
+    def _count(self, name: str, label: str) -> None:
         with self._lock:
-            self._counts[f"swift_log_{name}"][label] += amount
+            self._counts[f"swift_log_{name}"][label] += 1
 
     def _heard(self, event: str, fields: Mapping[str, Any]) -> None:
-        if event == "freed":
-            self._count("freed_bytes_total", fields["job"], fields["bytes"])
-        elif event == "dropped":
-            why = "asked" if fields["reason"] == ASKED_FOR else "age"
-            self._count("dropped_jobs_total", why)
-            self._count("dropped_bytes_total", why, fields["bytes"])
-        elif event in _EVENTS:
+        if event in _EVENTS:
             self._count(_EVENTS[event].name.removeprefix("swift_log_"), fields["job"])
 
     def samples(self, engine: LogEngine) -> Samples:
         state = engine.state
         out: dict[str, dict[tuple[str, ...], Value]] = {family.name: {} for family in FAMILIES}
         with state.changed:
-            accepted, settled, synced = engine.committer.commits.progress()
+            accepted, settled = engine.committer.commits.progress()
             for family, of_server in _SERVER_VALUES.items():
                 if (value := of_server(state)) is not None:
                     out[family.name] = {(): value}
@@ -218,33 +177,12 @@ class LogMetrics:
         with self._lock:
             for counter, counts in self._counts.items():
                 out[counter] = {(label,): value for label, value in counts.items()}
-        segments, used = self._used()
         disk = os.statvfs(self._directory)
         rest_of_them: Mapping[str, Value] = {
             "commit_seconds": self.commit_s,
             "sync_seconds": self.sync_s,
             "queued_records": accepted - settled,
-            "unsynced_records": accepted - synced,
-            "segments": segments,
-            "disk_used_bytes": used,
             "disk_free_bytes": disk.f_bavail * disk.f_frsize,
             "disk_size_bytes": disk.f_blocks * disk.f_frsize,
         }
         return {**out, **{f"swift_log_{name}": plain(value) for name, value in rest_of_them.items()}}
-
-    def _used(self) -> tuple[int, int]:
-        now = time.monotonic()
-        if now - self._usage_at >= _USAGE_MAX_AGE_S:
-            self._usage, self._usage_at = usage(self._directory), now
-        return self._usage
-
-
-def usage(directory: Path) -> tuple[int, int]:
-    """Returns the number of segment files, and the disk space of all files. Skips files that vanish meanwhile."""
-    segments = used = 0
-    for folder, _, names in os.walk(directory):
-        for name in names:
-            with suppress(FileNotFoundError):
-                used += os.lstat(Path(folder, name)).st_blocks * 512
-                segments += name.endswith(SUFFIX)
-    return segments, used

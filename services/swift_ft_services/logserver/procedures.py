@@ -5,7 +5,8 @@ executed without the lock, and then the procedure continues. If a step fails, Re
 which ends it. A server runs one procedure at a time.
 """
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -13,8 +14,17 @@ from swift_ft.log.directory import LIVES_S
 from swift_ft.log.manifest import JobMeta, StreamMeta
 from swift_ft.log.protocol import Reason
 from swift_ft.log.record import STEP_MAX
-from swift_ft_services.logserver.core import SWEPT_AT_ONCE, JobState, Refusal, StreamState, too_high
-from swift_ft_services.logserver.state import Refused, ServerState, check_names
+from swift_ft_services.logserver.core import (
+    SWEPT_AT_ONCE,
+    JobState,
+    Refusal,
+    Refused,
+    StreamState,
+    check_number,
+    fenced,
+)
+from swift_ft_services.logserver.quotas import Notice
+from swift_ft_services.logserver.state import ServerState, check_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +57,14 @@ class Forget:
 
 
 @dataclass(frozen=True, slots=True)
-class Emit:
-    """Step: emit an event to the trace."""
-
-    event: str
-    fields: Mapping[str, object]
-
-
-@dataclass(frozen=True, slots=True)
 class Rest:
     """Step: release the lock for others. ``garbage`` may be emptied meanwhile, piece by piece."""
 
     garbage: "list[dict[Any, Any]]" = field(default_factory=list)
 
 
-Step = Settle | Save | Clean | Forget | Emit | Rest
+# A `Notice` is a step as well: it is emitted.
+Step = Settle | Save | Clean | Forget | Notice | Rest
 T = TypeVar("T")
 Procedure = Generator[Step, None, T]
 
@@ -75,14 +78,12 @@ def fence(
     check_names(job_name)
     state.check_apart(job_name)
     if generation == 0:
-        raise Refused(Refusal(Reason.INVALID, "generation 0 cannot be granted; they start at 1"))
+        raise Refused(Reason.INVALID, "generation 0 cannot be granted; they start at 1")
     if held:
         _check_known(state, job_name)
     state.check_job(job_name)
     is_new = generation > state.core.generation_of(job_name)
-    refusal = state.core.fence(job_name, generation)
-    if refusal is not None:
-        raise Refused(refusal)
+    state.core.fence(job_name, generation)
     job = state.core.job(job_name)
     state.touch(job_name, now)
     if is_new:
@@ -93,20 +94,18 @@ def fence(
     for session in state.writers.get(job_name, ()):
         opened_under = session.oldest[job_name]
         if opened_under < generation:
-            session.end(state.core.check_generation(job, opened_under))
+            session.end(fenced(job, opened_under))
     yield Settle(job_name)
     yield Save(job_name, meta_of(job))
     state.cut_off.pop(job_name, None)
-    yield Emit("fence", {"job": job_name, "generation": generation})
+    yield Notice("fence", {"job": job_name, "generation": generation})
 
 
 def trim(state: ServerState, job: JobState, below_step: int) -> Procedure[int]:
     """Trims, and returns the step below which everything is durably trimmed. Raises Refused for a step out of range."""
     if state.core.jobs.get(job.name) is not job:
         return job.trimmed_below_step  # dropped meanwhile
-    refusal = too_high("step", below_step, STEP_MAX)
-    if refusal is not None:
-        raise Refused(refusal)
+    check_number("step", below_step, STEP_MAX)
     if state.core.begin_trim(job, below_step):
         yield from _sweep(state, job)
         state.space.recount(state.core)
@@ -116,7 +115,7 @@ def trim(state: ServerState, job: JobState, below_step: int) -> Procedure[int]:
         job.trim_recorded = trimmed
         changed, job.uncleaned = list(job.uncleaned.values()), {}
         yield Clean(changed)
-        yield Emit("trimmed", {"job": job.name, "below_step": trimmed})
+        yield Notice("trimmed", {"job": job.name, "below_step": trimmed})
     return trimmed
 
 
@@ -141,19 +140,19 @@ def reset(state: ServerState, job_name: str, generation: int, number: int = 0) -
     check_names(job_name)
     state.check_apart(job_name)
     job = _check_known(state, job_name)
-    refusal = state.core.check_generation(job, generation)
-    if refusal is not None:
-        raise Refused(refusal)
+    state.core.check_generation(job, generation)
     if (job.reset_generation, job.reset_number) >= (generation, number):
         return
-    yield from _cut_off(state, job, Refusal(Reason.NOT_OPEN, f"job {job_name} was reset"))
-    changed = state.core.reset(job)
-    state.space.recount(state.core)
-    yield from _free(state)
-    yield Save(job_name, replace(meta_of(job), reset_generation=generation, reset_number=number))
-    job.reset_generation, job.reset_number = generation, number
+    with _cut_off(state, job, Refusal(Reason.NOT_OPEN, f"job {job_name} was reset")):
+        yield Settle(job_name)
+        changed = state.core.reset(job)
+        state.space.recount(state.core)
+        # It ends the open segments: a record that came earlier would share one with those that are dropped.
+        yield Save(job_name, replace(meta_of(job), reset_generation=generation, reset_number=number))
+        job.reset_generation, job.reset_number = generation, number
     yield Clean(changed)
-    yield Emit("reset", {"job": job_name, "generation": generation})
+    yield from _free(state)
+    yield Notice("reset", {"job": job_name, "generation": generation})
 
 
 def _free(state: ServerState) -> Procedure[None]:
@@ -166,7 +165,7 @@ def _check_known(state: ServerState, job_name: str) -> JobState:
     job = state.core.jobs.get(job_name)
     if job is None:
         # Does not list the existing jobs: the caller may have access to one job only.
-        raise Refused(Refusal(Reason.UNKNOWN, f"there is no job {job_name} here"))
+        raise Refused(Reason.UNKNOWN, f"there is no job {job_name} here")
     return job
 
 
@@ -180,26 +179,26 @@ def drop(
         yield Forget(job_name)
         del state.apart[job_name]
         state.cut_off.pop(job_name, None)
-        yield Emit("dropped", {"job": job_name, "records": 0, "bytes": 0, "reason": why})
+        yield Notice("dropped", {"job": job_name, "records": 0, "bytes": 0, "reason": why})
         return 0, 0
     job = _check_droppable(state, job_name, now, force)
-    yield from _cut_off(state, job, Refusal(Reason.NOT_GRANTED, f"job {job_name} was dropped"))
+    with _cut_off(state, job, Refusal(Reason.NOT_GRANTED, f"job {job_name} was dropped")):
+        yield Settle(job_name)
     records, size = job.tally.records, job.tally.bytes
     del state.core.jobs[job_name]  # before its files: no write reaches them from here on
-    state.space.recount(state.core, trimmed=False)
+    state.space.recount(state.core)
     try:
         yield Forget(job_name)
     except Refused:
         state.core.jobs[job_name] = job
-        state.space.recount(state.core, trimmed=False)
+        state.space.recount(state.core)
         raise
     state.cut_off.pop(job_name, None)
-    state.space.dropped_bytes += size
     state.touched.pop(job_name, None)
     for stream in job.streams.values():
         state.core.empty(stream)
     yield from _free(state)
-    yield Emit("dropped", {"job": job_name, "records": records, "bytes": size, "reason": why})
+    yield Notice("dropped", {"job": job_name, "records": records, "bytes": size, "reason": why})
     return records, size
 
 
@@ -208,29 +207,27 @@ def _check_droppable(state: ServerState, job_name: str, now: float, force: bool)
     idle_s = state.idle_s(job_name, now) or 0.0
     if idle_s < LIVES_S and not force:
         raise Refused(
-            Refusal(
-                Reason.LIVES,
-                f"job {job_name} was last spoken for {idle_s:.0f} s ago (generation {job.generation}): end it, "
-                f"wait {LIVES_S - idle_s:.0f} s, then drop it; or force it",
-            )
+            Reason.LIVES,
+            f"job {job_name} was last spoken for {idle_s:.0f} s ago (generation {job.generation}): end it, "
+            f"wait {LIVES_S - idle_s:.0f} s, then drop it; or force it",
         )
     return job
 
 
-def _cut_off(state: ServerState, job: JobState, why: Refusal) -> Procedure[None]:
-    """Ends the job's writers and admits no new ones. Ends when no write of the job is in flight."""
+@contextmanager
+def _cut_off(state: ServerState, job: JobState, why: Refusal) -> Iterator[None]:
+    """Ends the job's writers, and admits no new ones within."""
     for session in state.writers.get(job.name, ()):
         session.end(why)
     before = state.cut_off.get(job.name)
     state.cut_off[job.name] = why
     try:
-        yield Settle(job.name)
+        yield
     finally:
         if before is None:
             del state.cut_off[job.name]
         else:
             state.cut_off[job.name] = before
-    assert all(stream.durable == stream.appended for stream in job.streams.values())
 
 
 def meta_of(job: JobState) -> JobMeta:

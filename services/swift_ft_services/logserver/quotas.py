@@ -17,7 +17,6 @@ If a write finds the disk full, that overrides all accounting::
                                        └── no space again: the next while is longer ──┘
 """
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -96,10 +95,6 @@ class Space:
     jobs: dict[str, Account] = field(default_factory=dict)
     free_bytes: int | None = None
     """Free space on the disk when last checked; None: unknown."""
-    trimmed: Counter[str] = field(default_factory=Counter)
-    """Bytes of records dropped by trims and resets, by job."""
-    dropped_bytes: int = 0
-    """Bytes of jobs that were dropped."""
     disk: DiskState = DiskState.OPEN
     disk_reason: str = ""
     """Why a write found the disk full; empty while writes succeed."""
@@ -137,23 +132,13 @@ class Space:
         self.job(job_name).used_bytes += frame_bytes
         self.server.used_bytes += frame_bytes
 
-    def recount(self, core: LogCore, *, trimmed: bool = True) -> None:
-        """Recounts after records were dropped. ``trimmed``: they were trimmed; else they never were in the log."""
-        before = {name: account.used_bytes for name, account in self.jobs.items()}
+    def recount(self, core: LogCore) -> None:
+        """Recounts after records were dropped."""
         for name in [name for name in self.jobs if name not in core.jobs]:
             del self.jobs[name]
         for name, job in core.jobs.items():
             self.job(name).used_bytes = job.tally.hot_bytes
         self.server.used_bytes = sum(account.used_bytes for account in self.jobs.values())
-        for name, used_bytes in before.items():
-            gone = used_bytes - (self.jobs[name].used_bytes if name in self.jobs else 0)
-            if trimmed and gone > 0:
-                self.trimmed[name] += gone
-
-    @property
-    def trimmed_bytes(self) -> int:
-        """Bytes dropped by trims, resets and drops."""
-        return self.trimmed.total() + self.dropped_bytes
 
     # -- the disk -------------------------------------------------------------------------------------
 
@@ -241,11 +226,8 @@ class Space:
             over = list(self.jobs)
         return sorted(over, key=lambda name: self.jobs[name].used_bytes, reverse=True)
 
-    def high_mark_bytes(self, account: Account) -> int:
-        return round(self.config.high_water * account.limit_bytes)
-
-    def low_mark_bytes(self, account: Account) -> int:
-        return round(self.config.low_water * account.limit_bytes)
+    def high_mark_bytes(self) -> int:
+        return round(self.config.high_water * self.server.limit_bytes)
 
     @property
     def server_alarm(self) -> Alarm:

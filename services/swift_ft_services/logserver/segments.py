@@ -19,6 +19,7 @@ from swift_ft.log.segment import (
     padding,
 )
 from swift_ft_services.logserver.disk import NO_SPACE, File
+from swift_ft_services.logserver.shared_memory import Part
 
 # One open or sealed segment file: the offsets of its records, and how it grows.
 
@@ -46,14 +47,18 @@ class Segment:
     tail: bytes = b""
     """Frame bytes in the last, partial block; the next write begins with them."""
     reserved: int = 0
-    cold: bool = False
-    """It is in the object store, with a stub in its file's place."""
+    key: str = ""
+    """The object that has its content; then a stub is in its file's place."""
     stays: bool = False
-    """It is damaged, so it is not moved there."""
+    """It is damaged or gone, so it is not moved there."""
     ahead: bool = True
     """True if the file may have reserved more space than it fills, which is unknown after a restart."""
     _end: int = SEGMENT_HEADER_BYTES
     """End of the frames found so far."""
+
+    @property
+    def cold(self) -> bool:
+        return bool(self.key)
 
     @property
     def of(self) -> tuple[bytes, int]:
@@ -104,19 +109,20 @@ class Segment:
         ends = accumulate(sizes, initial=self.size)
         return list(ends)[:-1]
 
-    def write(self, parts: Sequence[Bytes]) -> None:
-        """Appends bytes. If it raises, the segment is unchanged, unless it raises Unsound."""
+    def write(self, parts: Sequence[Part]) -> None:
+        """Appends bytes. If it raises, the segment is unchanged, unless it raises Unsound; after BodyChanged the caller
+        goes back."""
         assert self.file is not None
         begin = self.size - len(self.tail)
         end = self.size + sum(map(len, parts))
         if end + BLOCK_BYTES > self.reserved:
             self._reserve(end + BLOCK_BYTES)
         try:
-            self.file.write(begin, [self.tail, *parts, padding(end)])
+            last = self.file.write(begin, [self.tail, *parts, padding(end)])
         except OSError as error:
             self._cut(self.size, error)
             raise
-        self.tail = _last_bytes([self.tail, *parts], end % BLOCK_BYTES)
+        self.tail = last[: end % BLOCK_BYTES]
         self.size = end
 
     def _reserve(self, size: int) -> None:
@@ -183,15 +189,6 @@ def _overwrite(file: File, offset: int, frame: Sequence[Bytes], *, last: bool = 
     return True
 
 
-def _last_bytes(parts: Sequence[Bytes], size: int) -> bytes:
-    tail = b""
-    for part in reversed(parts):
-        if len(tail) == size:
-            break
-        tail = bytes(memoryview(part)[max(0, len(part) - (size - len(tail))) :]) + tail
-    return tail
-
-
 BUSY = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 IN_THE_WAY = {
     errno.EEXIST,
@@ -233,18 +230,6 @@ class JobDamaged(StorageError):
             "or put its files right and start the server again"
         )
         self.job = job
-
-
-class SegmentGone(StorageError):
-    """A file that is being written was removed or replaced from outside. Everything else is rolled back to the last
-    record boundary; the stream continues in another file."""
-
-    def __init__(self, job: str, stream: str, first: int, what: str) -> None:
-        super().__init__(what)
-        self.job = job
-        self.stream = stream
-        self.first = first
-        """First record of the file; it and all that follow are gone."""
 
 
 def as_storage_error(error: OSError, job: str = "") -> StorageError:

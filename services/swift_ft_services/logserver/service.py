@@ -4,49 +4,26 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError, Message
 
 from swift_ft._pb import log_pb2
-from swift_ft.log.protocol import REASON_KEY, SERVICE, Reason, server_options, split_frames
+from swift_ft.log.protocol import KINDS, MEMORY_KEY, REASON_KEY, SERVICE, Reason, server_options, split_frames
 from swift_ft_services.authorization import Denied, Gate, Lanes, Visit, forget_frames
 from swift_ft_services.health import Health
 from swift_ft_services.interceptors import SyncGate, visit_of
-from swift_ft_services.logserver.core import Refusal
+from swift_ft_services.logserver.administration import LostServers
+from swift_ft_services.logserver.core import Refusal, Refused
 from swift_ft_services.logserver.engine import LogEngine
-from swift_ft_services.logserver.state import AppendCall, Refused
+from swift_ft_services.logserver.state import AppendCall
 from swift_ft_services.threads import NONE_LEFT, Threads
 
-_STATUS = {
-    Reason.STALE_GENERATION: grpc.StatusCode.FAILED_PRECONDITION,
-    Reason.NOT_GRANTED: grpc.StatusCode.FAILED_PRECONDITION,
-    Reason.NOT_OPEN: grpc.StatusCode.FAILED_PRECONDITION,
-    Reason.GAP: grpc.StatusCode.OUT_OF_RANGE,
-    Reason.CONFLICT: grpc.StatusCode.ALREADY_EXISTS,
-    Reason.CORRUPT: grpc.StatusCode.DATA_LOSS,
-    Reason.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
-    Reason.OVERSIZE: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    Reason.FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    Reason.OVER_QUOTA: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    Reason.LIVES: grpc.StatusCode.FAILED_PRECONDITION,
-    Reason.UNKNOWN: grpc.StatusCode.NOT_FOUND,
-    Reason.APART: grpc.StatusCode.DATA_LOSS,
-    Reason.INTERNAL: grpc.StatusCode.INTERNAL,
-    Reason.TRIMMED: grpc.StatusCode.NOT_FOUND,
-    Reason.BUSY: grpc.StatusCode.UNAVAILABLE,
-    Reason.CLOSED: grpc.StatusCode.UNAVAILABLE,
-    Reason.DRAINING: grpc.StatusCode.UNAVAILABLE,
-    Reason.LIMIT: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    Reason.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
-    Reason.DENIED: grpc.StatusCode.PERMISSION_DENIED,
-}
 _MESSAGE_CHARACTERS = 500
 """Maximum length of a refusal's message, which may repeat parts of a request: gRPC limits its size."""
 
 Context = grpc.ServicerContext
-Reply = TypeVar("Reply", bound=Message)
 
 
 class LogServicer:
@@ -86,16 +63,16 @@ class LogServicer:
         try:
             for message in requests:
                 visit.still_good()
-                frames = split_frames(message)
+                frames, shared = split_frames(message), b""
                 if frames is None:
                     request = log_pb2.AppendRequest.FromString(message)
                     visit.check_limits(request)
                     for opening in request.opens:
                         visit.check(opening.job, opening.generation)
                         self.engine.open(session, opening)
-                    frames = memoryview(request.frames)
-                if frames:
-                    self.engine.handle(session, frames)
+                    frames, shared = memoryview(request.frames), request.shared
+                if frames or shared:
+                    self.engine.handle(session, frames, shared)
             self.engine.finish(session)
             session.end()
         except Refused as refused:
@@ -105,7 +82,7 @@ class LogServicer:
             session.end(Refusal(denied.reason, denied.message))
         except DecodeError:
             words = "not an AppendRequest"
-            visit.note(Denied(_STATUS[Reason.INVALID], Reason.INVALID, words))
+            visit.note(Denied(KINDS[Reason.INVALID].status, Reason.INVALID, words))
             session.end(Refusal(Reason.INVALID, words))
         except grpc.RpcError as over:  # the call is gone; the callback ends its handler
             forget_frames(over)
@@ -121,56 +98,62 @@ class LogServicer:
             self._over.submit(self.engine.reading.wake, request.job)
 
         context.add_callback(over)
-        with self._answering(context, "Read"):
+        with self.answering(context, "Read"):
+            self._take_lost(request)
+            request.follow = request.follow and not request.cold
             yield from self.engine.reading.read(request, context.is_active)
 
     def digests(self, request: log_pb2.DigestsRequest, context: Context) -> Iterator[log_pb2.DigestsReply]:
-        with self._answering(context, "Digests"):
+        with self.answering(context, "Digests"):
+            self._take_lost(request)
             for records in self.engine.reading.digests(request):
                 yield log_pb2.DigestsReply(records=records)
 
-    def inventory(self, request: log_pb2.InventoryRequest, context: Context) -> log_pb2.InventoryReply:
-        return self._unary(context, lambda: self.engine.reading.inventory(request.job))
+    def inventory(self, request: log_pb2.InventoryRequest) -> log_pb2.InventoryReply:
+        self._take_lost(request)
+        return self.engine.reading.inventory(request.job)
 
-    def fence(self, request: log_pb2.FenceRequest, context: Context) -> log_pb2.FenceReply:
-        def work() -> log_pb2.FenceReply:
-            self.engine.administration.fence(request.job, request.generation, request.held)
-            return log_pb2.FenceReply(generation=request.generation)
+    def _take_lost(
+        self, request: log_pb2.ReadRequest | log_pb2.DigestsRequest | log_pb2.InventoryRequest
+    ) -> None:
+        """Puts the job in, by its name here, if the request is about a lost server's records."""
+        if request.cold:
+            request.job = self._lost().job(request.job, request.cold)
 
-        return self._unary(context, work)
+    def _lost(self) -> LostServers:
+        if self.engine.lost is None:
+            raise Refused(Reason.INVALID, "this server has no object store (--cold)")
+        return self.engine.lost
 
-    def trim(self, request: log_pb2.TrimRequest, context: Context) -> log_pb2.TrimReply:
-        return self._unary(
-            context,
-            lambda: log_pb2.TrimReply(
-                trimmed_below_step=self.engine.administration.trim(request.job, request.below_step)
-            ),
-        )
+    def _folder(self, job: str) -> str:
+        return "" if self.engine.lost is None else self.engine.lost.folder(job)
 
-    def reset(self, request: log_pb2.ResetRequest, context: Context) -> log_pb2.ResetReply:
-        def work() -> log_pb2.ResetReply:
-            self.engine.administration.reset(request.job, request.generation, request.number)
-            return log_pb2.ResetReply()
+    def fence(self, request: log_pb2.FenceRequest) -> log_pb2.FenceReply:
+        self.engine.administration.fence(request.job, request.generation, request.held)
+        return log_pb2.FenceReply(generation=request.generation, cold=self._folder(request.job))
 
-        return self._unary(context, work)
+    def trim(self, request: log_pb2.TrimRequest) -> log_pb2.TrimReply:
+        if request.cold:
+            self._lost().drop(request.job, request.cold)
+            return log_pb2.TrimReply(trimmed_below_step=request.below_step)
+        trimmed = self.engine.administration.trim(request.job, request.below_step)
+        return log_pb2.TrimReply(trimmed_below_step=trimmed)
 
-    def status(self, request: log_pb2.StatusRequest, context: Context) -> log_pb2.StatusReply:
-        return self._unary(context, lambda: self.engine.reading.status(request))
+    def reset(self, request: log_pb2.ResetRequest) -> log_pb2.ResetReply:
+        self.engine.administration.reset(request.job, request.generation, request.number)
+        return log_pb2.ResetReply(cold=self._folder(request.job))
 
-    def drop(self, request: log_pb2.DropRequest, context: Context) -> log_pb2.DropReply:
-        def work() -> log_pb2.DropReply:
-            records, size = self.engine.administration.drop(request.job, force=request.force)
-            return log_pb2.DropReply(records=records, bytes=size)
+    def status(self, request: log_pb2.StatusRequest) -> log_pb2.StatusReply:
+        return self.engine.reading.status(request)
 
-        return self._unary(context, work)
-
-    def _unary(self, context: Context, work: Callable[[], Reply]) -> Reply:
-        with self._answering(context, work.__qualname__.split(".")[1].capitalize()):
-            return work()
-        raise AssertionError("abort returned")
+    def drop(self, request: log_pb2.DropRequest) -> log_pb2.DropReply:
+        records, size = self.engine.administration.drop(request.job, force=request.force)
+        if self.engine.lost is not None:
+            self.engine.lost.drop_all(request.job)
+        return log_pb2.DropReply(records=records, bytes=size)
 
     @contextmanager
-    def _answering(self, context: Context, call: str) -> Iterator[None]:
+    def answering(self, context: Context, call: str) -> Iterator[None]:
         """Turns any exception into a status that ends the call."""
         try:
             yield
@@ -189,7 +172,7 @@ class LogServicer:
         if not noted:
             self._refused(refusal.reason.value)
         context.set_trailing_metadata(((REASON_KEY, refusal.reason.value),))
-        context.abort(_STATUS[refusal.reason], refusal.message[:_MESSAGE_CHARACTERS])
+        context.abort(KINDS[refusal.reason].status, refusal.message[:_MESSAGE_CHARACTERS])
 
 
 def _handlers(servicer: LogServicer) -> grpc.GenericRpcHandler:
@@ -199,7 +182,11 @@ def _handlers(servicer: LogServicer) -> grpc.GenericRpcHandler:
         return message.SerializeToString()
 
     def unary(method: Any, request: type[Message]) -> "grpc.RpcMethodHandler[Any, Any]":
-        return grpc.unary_unary_rpc_method_handler(method, request.FromString, serialize)
+        def answer(request: Message, context: Context) -> Any:
+            with servicer.answering(context, method.__name__.capitalize()):
+                return method(request)
+
+        return grpc.unary_unary_rpc_method_handler(answer, request.FromString, serialize)
 
     return grpc.method_handlers_generic_handler(
         SERVICE,
@@ -234,6 +221,7 @@ def make_server(
 
     def on_health(serving: bool) -> None:
         serving = serving and engine.state.condition() == "serving"
+        checks.more = ((MEMORY_KEY, engine.state.memory_socket),)
         checks.set("", SERVICE, serving=serving)
 
     engine.state.on_health = on_health

@@ -14,8 +14,9 @@ from swift_ft.errors import UsageError
 from swift_ft.log.frame import HEADER_BYTES_MAX, Assembler
 from swift_ft.log.protocol import Fsync, Reason
 from swift_ft.log.record import check_name
-from swift_ft_services.logserver.core import JobState, LogCore, Refusal, StreamState
+from swift_ft_services.logserver.core import JobState, LogCore, Refusal, Refused, StreamState
 from swift_ft_services.logserver.quotas import Notice, Space, SpaceConfig
+from swift_ft_services.logserver.shared_memory import SharedMemory
 from swift_ft_services.logserver.storage_interface import Storage
 
 CONDITIONS = ("serving", "full", "failed", "draining")
@@ -34,8 +35,6 @@ class EngineConfig:
     """Largest body that is accepted."""
     jobs_max: int = 1024
     job_streams_max: int = 8192
-    job_readers_max: int = 1024
-    """Concurrent Read calls of a job."""
     job_records_max: int = 4_000_000
     """Records that are kept of a job. Each takes about 450 bytes of memory, however small it is."""
     job_bytes_max: int = 32 << 30
@@ -48,14 +47,6 @@ class EngineConfig:
     @property
     def writer_bytes_max(self) -> int:
         return self.credit_bytes + self.body_bytes_max + HEADER_BYTES_MAX
-
-
-class Refused(Exception):
-    """Ends a call with a refusal."""
-
-    def __init__(self, refusal: Refusal) -> None:
-        super().__init__(refusal.message)
-        self.refusal = refusal
 
 
 class Outbox(Protocol):
@@ -91,6 +82,9 @@ class AppendCall:
     underway_bytes: int = 0
     queued_records: int = 0
     """Records on their way to the storage."""
+    memory_key: bytes = b""
+    memory: SharedMemory | None = None
+    """The writer's memory, once it was handed over with that key."""
     refusal: Refusal | None = None
     ended: bool = False
 
@@ -140,6 +134,8 @@ class ServerState:
         """Job -> time when it was last written, read, fenced, or queried by its coordinator; initially the start."""
         self.writers: dict[str, dict[AppendCall, None]] = {}
         """Job -> sessions that have opened a stream of it, in the order in which they came."""
+        self.memory_socket = ""
+        """Name of the socket that takes the memory of writers on this machine."""
         self.on_health: Callable[[bool], None] = lambda serving: None
         self._shown = True
         """State last reported to ``on_health``."""
@@ -148,9 +144,9 @@ class ServerState:
 
     def check_open(self) -> None:
         if self.failed:
-            raise Refused(Refusal(Reason.CLOSED, self.failed))
+            raise Refused(Reason.CLOSED, self.failed)
         if self.draining:
-            raise Refused(Refusal(Reason.DRAINING, "the log server is shutting down"))
+            raise Refused(Reason.DRAINING, "the log server is shutting down")
 
     def news(self, job: str) -> Changed:
         """Returns the condition that readers of the job wait on, so that appends to other jobs do not wake them. It
@@ -181,7 +177,7 @@ class ServerState:
                 f"job {job.name} keeps {job.tally.records} records of the {most} that it may (--job-records-max); "
                 "a checkpoint lets it be trimmed"
             )
-            raise Refused(Refusal(Reason.OVER_QUOTA, message))
+            raise Refused(Reason.OVER_QUOTA, message)
 
     def wants_checkpoint(self, job: JobState) -> str:
         """Returns why a trim of this job would help now; empty if there is no need."""
@@ -193,12 +189,12 @@ class ServerState:
     def check_not_cut_off(self, job: str) -> None:
         refusal = self.cut_off.get(job)
         if refusal is not None:
-            raise Refused(refusal)
+            raise Refused(*refusal)
 
     def check_apart(self, job: str) -> None:
         reason = self.apart.get(job)
         if reason is not None:
-            raise Refused(Refusal(Reason.APART, reason))
+            raise Refused(Reason.APART, reason)
 
     def set_apart(self, job: str, reason: str) -> Notice:
         """Quarantines a job whose files cannot be interpreted, until it is dropped or the server restarts."""
@@ -208,14 +204,14 @@ class ServerState:
                 session.end(Refusal(Reason.APART, reason))
         self.core.jobs.pop(job, None)
         self.touched.pop(job, None)
-        self.space.recount(self.core, trimmed=False)
+        self.space.recount(self.core)
         return Notice("job_set_apart", {"job": job, "reason": reason})
 
     def check_room(self, job: str, frame_bytes: int) -> None:
         refusal = self.space.refuses(job, frame_bytes)
         if refusal is not None:
             self.show_health()  # the server's quota may just have become full
-            raise Refused(refusal)
+            raise Refused(*refusal)
 
     def condition(self) -> str:
         """Returns one of `CONDITIONS`: whether records are accepted, or why not."""
@@ -227,9 +223,7 @@ class ServerState:
 
     def check_job(self, job: str) -> None:
         if job not in self.core.jobs and len(self.core.jobs) >= self.config.jobs_max:
-            raise Refused(
-                Refusal(Reason.LIMIT, f"the server keeps {len(self.core.jobs)} jobs: no more (--jobs-max)")
-            )
+            raise Refused(Reason.LIMIT, f"the server keeps {len(self.core.jobs)} jobs: no more (--jobs-max)")
 
     def check_writer(self, session: AppendCall, job: str, stream: str) -> None:
         config = self.config
@@ -237,14 +231,14 @@ class ServerState:
         known = self.core.jobs.get(job)
         if known is not None and stream not in known.streams and len(known.streams) >= config.job_streams_max:
             message = f"the job has {len(known.streams)} streams: no more (--job-streams-max)"
-            raise Refused(Refusal(Reason.LIMIT, message))
+            raise Refused(Reason.LIMIT, message)
         writers = {session, *(other for other in self.writers.get(job, ()) if not other.ended)}
         if len(writers) * config.writer_bytes_max > config.job_bytes_max:
             message = (
                 f"{len(writers)} writers of the job may have {len(writers) * config.writer_bytes_max} bytes under "
                 f"way, {config.job_bytes_max} are allowed (--job-bytes-max, --credit-bytes)"
             )
-            raise Refused(Refusal(Reason.LIMIT, message))
+            raise Refused(Reason.LIMIT, message)
 
     @property
     def serves(self) -> bool:
@@ -277,9 +271,11 @@ class ServerState:
         if holder is not None and holder.acked.get(stream.tag, sequence + 1) <= sequence:
             holder.end(refusal)
 
-    def end_sessions(self, refusal: Refusal) -> None:
+    def end_sessions(self, refusal: Refusal, only: str | None = None) -> None:
+        """``only``: those that write this job."""
         for session in self.sessions:
-            session.end(refusal)
+            if only is None or session.writes(only):
+                session.end(refusal)
 
 
 def check_names(job: str, stream: str = "x") -> None:
@@ -287,4 +283,4 @@ def check_names(job: str, stream: str = "x") -> None:
         check_name("job", job)
         check_name("stream", stream)
     except UsageError as error:
-        raise Refused(Refusal(Reason.INVALID, str(error))) from None
+        raise Refused(Reason.INVALID, str(error)) from None

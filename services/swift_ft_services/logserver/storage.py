@@ -12,14 +12,14 @@ most). So few appends change metadata, and a full disk is found before anything 
 import os
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import cast
 
-from swift_ft.errors import UsageError
+from swift_ft.errors import RecordCorrupt, RecordInvalid, UsageError
 from swift_ft.log.directory import RESERVE, grave_of, is_grave
 from swift_ft.log.manifest import (
     MANIFEST,
@@ -35,28 +35,23 @@ from swift_ft.log.segment import (
     BLOCK_BYTES,
     FILE_BYTES_LEAST,
     FOOTER_BYTES,
+    SEGMENT_HEADER_BYTES,
     SEQUENCE_MAX,
     SUFFIX,
     Ending,
     Owner,
     SegmentScan,
+    decode_segment_header,
     encode_footer,
     encode_segment_header,
     padding,
     segment_name,
     walk,
 )
+from swift_ft.log.stub import COLD_SUFFIX, Stub, stub_path
 from swift_ft_services.logserver import manifests
-from swift_ft_services.logserver.cold import (
-    COLD_SUFFIX,
-    ColdTier,
-    Stub,
-    key_of,
-    known_url,
-    read_stub,
-    stub_path,
-)
-from swift_ft_services.logserver.core import STEP_UNKNOWN, Hole, IndexEntry
+from swift_ft_services.logserver.cold import ColdTier, folder_of, key_of, known_url, read_stub, reset_of
+from swift_ft_services.logserver.core import NUMBER_MAX, STEP_UNKNOWN, Hole, IndexEntry, JobState, StreamState
 from swift_ft_services.logserver.disk import NO_SPACE, Disk, File, RealDisk
 from swift_ft_services.logserver.manifests import Acked, Book, replace_small_file
 from swift_ft_services.logserver.segments import (
@@ -64,15 +59,16 @@ from swift_ft_services.logserver.segments import (
     UNREADABLE,
     JobDamaged,
     Segment,
-    SegmentGone,
     StorageBusy,
+    StorageError,
     StorageFailed,
     StorageFull,
     Unsound,
     as_storage_error,
     place_of,
 )
-from swift_ft_services.logserver.storage_interface import Place, RecoveredJob, RecoveredStream, Write
+from swift_ft_services.logserver.shared_memory import BodyChanged
+from swift_ft_services.logserver.storage_interface import Place, RecoveredJob, Write
 
 # Directories of dropped jobs are renamed to tombstone names, which no job can have, until there is time to unlink them.
 
@@ -96,12 +92,6 @@ def bury(disk: Disk, directory: Path, job: str) -> bool:
     return True
 
 
-def empty(disk: Disk, directory: Path) -> None:
-    for name, is_dir in disk.names(directory):
-        if is_dir and is_grave(name):
-            disk.remove_tree(directory / name)
-
-
 # Recovery at the start: reads a job's files and checks that they belong to this job.
 #
 # Damaged records of a file become holes, and the rest is served. Where the files cannot be interpreted (another job's
@@ -109,8 +99,8 @@ def empty(disk: Disk, directory: Path) -> None:
 
 _SEGMENT_NAME = re.compile(rf"[0-9]{{20}}({re.escape(SUFFIX)}|{re.escape(COLD_SUFFIX)})")
 
-Take = Callable[[str, RecoveredStream, list[Segment]], None]
-"""Callback that receives each stream as soon as it is recovered: its name, its state, its segments."""
+Take = Callable[[StreamState, list[Segment]], None]
+"""Callback that receives each stream as soon as it is recovered, with its segments."""
 
 
 class Recovery:
@@ -122,11 +112,17 @@ class Recovery:
         self._disk = disk
         self._folder = directory / job
         self._job = job
+        self._state = JobState(job)
+        self._torn_bytes: Counter[str] = Counter()
         self._book = book
         self._acked = acked
         # Twice the configured size, for the last record; not less than any limit that an operator may have set before.
         self._file_bytes_max = max(FILE_BYTES_LEAST, 2 * segment_bytes)
         self._meta = JobMeta()
+        self._cold_folder = ""
+        """Where the job's moved segments are."""
+        self._since = 0
+        """(moved) Generation of the reset before them: no older record counts."""
 
     def job(self, take: Take) -> RecoveredJob:
         """Reads all files of the job; ``take`` gets each stream with its segments. Raises JobDamaged or OSError."""
@@ -139,16 +135,13 @@ class Recovery:
         if meta is None:
             if any(self._segment_names(self._folder / name) for name in names):
                 raise self._damaged(f"{MANIFEST} is missing, so nobody knows which generation was granted")
-            return RecoveredJob(self._job)
+            return RecoveredJob(self._state)
         assert granted is not None
-        self._meta = meta
+        self._meta, self._cold_folder = meta, folder_of(meta)
         self._book.load(self._job, meta, granted)
-        streams = []
         for name in sorted({*names, *meta.streams}):
-            stream, segments = self._stream(name, meta.streams.get(name, StreamMeta()))
-            take(name, stream, segments)
-            streams.append(stream)
-        return RecoveredJob(self._job, meta, streams)
+            take(*self._stream(name, meta.streams.get(name, StreamMeta())))
+        return RecoveredJob(self._state, meta, self._torn_bytes)
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -208,10 +201,11 @@ class Recovery:
             self._disk.remove(folder / name)
         return [name for name in names if name not in both]
 
-    def _stream(self, name: str, meta: StreamMeta) -> tuple[RecoveredStream, list[Segment]]:
+    def _stream(self, name: str, meta: StreamMeta) -> tuple[StreamState, list[Segment]]:
         folder = self._folder / name
         paths = [folder / segment for segment in self._segment_names(folder)]
-        out = RecoveredStream(name, meta.first, meta.first, [], [], meta.quarantined)
+        out = self._new(name, meta.first)
+        out.quarantined = meta.quarantined
         segments: list[Segment] = []
         if paths:
             self._disk.sync_names(folder)
@@ -226,16 +220,41 @@ class Recovery:
             raise
         acked = self._acked.sequences.get((bytes.fromhex(self._meta.uid), stream_tag(self._job, name)), 0)
         for at_least, what in ((meta.next_at_least, "durable"), (acked, "acknowledged")):
-            if out.next_sequence < at_least:
-                reason = f"records {out.next_sequence} to {at_least - 1} were {what} and are gone"
-                _hole(out, out.next_sequence, at_least, reason)
+            if out.appended < at_least:
+                reason = f"records {out.appended} to {at_least - 1} were {what} and are gone"
+                _hole(out, out.appended, at_least, reason)
         return out, segments
 
-    def _segment(self, path: Path, out: RecoveredStream, *, last: bool) -> Segment | None:
+    def _new(self, name: str, first: int) -> StreamState:
+        stream = self._state.stream(name)
+        stream.first = stream.durable = stream.appended = first
+        return stream
+
+    def _segment(self, path: Path, out: StreamState, *, last: bool) -> Segment | None:
         cold = path.suffix == COLD_SUFFIX
         with self._reading():
             file = cast(File, self._stub(path)) if cold else self._disk.open(path)
-        path = path.with_suffix(SUFFIX)
+        return self._scanned(file, path.with_suffix(SUFFIX), out, last=last, cold=cold)
+
+    def moved(
+        self, name: str, cold: str, stubs: Mapping[str, Mapping[int, Stub]], take: Take
+    ) -> RecoveredJob:
+        """As `job`, of what a lost server has moved there: a job of this name. Nothing of it is in the directory, and
+        none is written."""
+        self._state = JobState(name)
+        self._meta = JobMeta(generation=NUMBER_MAX, uid=cold.partition("/")[0])
+        self._cold_folder, self._since = cold, reset_of(cold)
+        for stream, found in sorted(stubs.items()):
+            out = self._new(stream, min(found))
+            paths = {first: self._folder / stream / segment_name(first) for first in sorted(found)}
+            segments = [
+                self._scanned(cast(File, found[first]), path, out, last=False, cold=True)
+                for first, path in paths.items()
+            ]
+            take(out, [segment for segment in segments if segment is not None])
+        return RecoveredJob(self._state)
+
+    def _scanned(self, file: File, path: Path, out: StreamState, *, last: bool, cold: bool) -> Segment | None:
         try:
             if file.size > self._file_bytes_max:
                 raise self._damaged(
@@ -246,7 +265,7 @@ class Recovery:
                 scanned = walk(path, verify_bodies=False, last=last, source=file, owner=owner)
             self._check_generation(scanned)
             if scanned.torn_bytes:
-                out.torn_bytes += scanned.torn_bytes
+                self._torn_bytes[out.name] += scanned.torn_bytes
             empty = scanned.header is None or (scanned.ending is Ending.SEALED and not scanned.records)
             if empty and not scanned.damage:
                 file.close()
@@ -254,9 +273,10 @@ class Recovery:
                 self._disk.sync_names(path.parent)
                 return None
             segment = self._take_segment(file, scanned, out, last and not cold)
-            segment.cold = cold
-            if cold and not scanned.damage:
-                out.cold_below = segment.next_sequence
+            if cold:
+                segment.key = key_of(self._cold_folder, out.name, path)
+                if not scanned.damage:
+                    out.moved(segment.next_sequence)
             return segment
         except BaseException:
             file.close()
@@ -279,12 +299,11 @@ class Recovery:
                 f"{scanned.path.parent.name}/{scanned.path.name} of generation {newest}"
             )
 
-    def _take_segment(self, file: File, scanned: SegmentScan, out: RecoveredStream, last: bool) -> Segment:
+    def _take_segment(self, file: File, scanned: SegmentScan, out: StreamState, last: bool) -> Segment:
         first = out.first
         begin = int(scanned.path.name.removesuffix(SUFFIX))
-        if begin > out.next_sequence:
-            reason = f"records {out.next_sequence} to {begin - 1} are gone"
-            _hole(out, out.next_sequence, begin, reason)
+        if begin > out.appended:
+            _hole(out, out.appended, begin, f"records {out.appended} to {begin - 1} are gone")
         generation = self._meta.generation if scanned.header is None else scanned.header.generation
         segment = Segment(
             scanned.path, begin, scanned.end, Owner(self._job, out.name, self._meta.uid), generation
@@ -298,17 +317,20 @@ class Recovery:
         for record in scanned.records:
             header = record.header
             segment.found(header.sequence, record.offset, header.frame_bytes)
+            if header.generation < self._since:
+                out.first = header.sequence + 1
+                continue
             for index, hole in enumerate(out.holes):
                 if hole.below_step == STEP_UNKNOWN and hole.sequence <= header.sequence:
                     out.holes[index] = replace(hole, below_step=header.key.step + 1)
             if header.sequence >= first and header.key.step >= self._meta.trimmed_below_step:
-                out.entries.append(
+                out.add(
                     IndexEntry(
                         header.sequence, header.key, header.digest, header.generation, header.frame_bytes
                     )
                 )
         ends = [hole.end_sequence for hole in out.holes]
-        out.next_sequence = max(out.next_sequence, segment.next_sequence, *ends)
+        out.durable = out.appended = max(out.appended, segment.next_sequence, *ends)
         if scanned.torn_bytes:  # also after damage: records continue in the next file
             file.resize(scanned.end)
             file.sync()
@@ -331,10 +353,10 @@ def is_nobodys(disk: Disk, book: Book, path: Path) -> bool:
     return not any(name == book.path(path.name).name for name, _ in disk.names(path.parent))
 
 
-def _hole(out: RecoveredStream, begin: int, end: int, reason: str) -> None:
+def _hole(out: StreamState, begin: int, end: int, reason: str) -> None:
     if end > out.first:
         out.holes.append(Hole(begin, end, STEP_UNKNOWN, reason, gone=True))
-    out.next_sequence = end
+    out.durable = out.appended = end
 
 
 RESERVE_BYTES = 1 << 20
@@ -369,8 +391,10 @@ class DirectoryStorage:
         """File that was moved to the cold tier -> its object: a read may have located it before."""
         self._objects_of_trimmed: list[Segment] = []
         """Moved segments that were removed; their objects and stubs are still there."""
-        self._objects_of_dropped: list[str] = []
-        """Uids of dropped jobs whose objects are still there."""
+        self._objects_of_dropped: dict[Path, str] = {}
+        """Tombstone of a dropped job, which stays until its objects are gone -> the job's uid."""
+        self._objects_of_lost: dict[str, str] = {}
+        """Folder of a lost server that nobody needs any more -> the job of which it is said to be."""
         self._book = Book(self._disk, directory)
         self._acked = Acked(self._disk, directory)
         self._metas: dict[str, JobMeta] = {}
@@ -419,7 +443,7 @@ class DirectoryStorage:
         try:
             if not is_dir:
                 raise JobDamaged(name, f"{self.directory / name} is not a directory")
-            recovered = of.job(partial(self._take, name))
+            recovered = of.job(self._take)
             self._metas[name] = recovered.meta
             return recovered
         except JobDamaged as damaged:
@@ -429,17 +453,18 @@ class DirectoryStorage:
                 raise
             reason = str(JobDamaged(name, str(error)))
         self._let_go(name)
-        return RecoveredJob(name, apart=reason)
+        return RecoveredJob(JobState(name), apart=reason)
 
-    def _take(self, job: str, name: str, stream: RecoveredStream, segments: list[Segment]) -> None:
+    def _take(self, stream: StreamState, segments: list[Segment]) -> None:
         """(at the start) Takes over a recovered stream with its segments."""
-        self._streams[job, name] = segments
+        of = (stream.job, stream.name)
+        self._streams[of] = segments
         for segment in segments:
             if segment.file is not None:
-                self._open[segment] = (job, name)
-        self.remove(job, name, stream.first)
+                self._open[segment] = of
+        self.remove(*of, stream.first)
         try:
-            self._seal_idle({(job, name)})
+            self._seal_idle({of})
         except OSError as error:  # on a full disk they stay open
             if error.errno not in NO_SPACE or isinstance(error, Unsound):
                 raise
@@ -473,7 +498,8 @@ class DirectoryStorage:
     # -- writing --------------------------------------------------------------------------------------
 
     def commit(self, writes: Sequence[Write], sync: bool) -> list[Write]:
-        """Implements `Storage.commit`. Raises StorageError; after StorageFailed every further commit is refused."""
+        """Implements `Storage.commit`. Raises StorageError, BodyChanged; after StorageFailed every
+        further commit is refused."""
         groups: dict[tuple[str, str], list[Write]] = {}
         for write in writes:
             if not write.mends:
@@ -486,7 +512,7 @@ class DirectoryStorage:
                 placed = self._write(groups, sync)
                 if sync:
                     self._sync()
-            except (StorageFull, StorageBusy, JobDamaged, SegmentGone):
+            except (StorageFull, StorageBusy, JobDamaged, BodyChanged):
                 raise
             except Exception as error:  # any other error
                 self._failed = self._failed or str(error) or repr(error)
@@ -508,9 +534,13 @@ class DirectoryStorage:
                 return False  # an object is never changed
             if segment.file is not None:  # its last block is in memory, too
                 self._seal(stream, segment)
-            file = self._disk.open(segment.path)
             try:
-                done = segment.mend(file, write.sequence, write.frame)
+                file = self._disk.open(segment.path)
+            except FileNotFoundError:
+                return False  # somebody has removed it
+            try:
+                # A body is verified before anything is overwritten.
+                done = segment.mend(file, write.sequence, [bytes(part) for part in write.frame])
                 self._sync_file(file)
             finally:
                 file.close()
@@ -535,10 +565,9 @@ class DirectoryStorage:
                 segment.write([part for write in group for part in write.frame])
                 self._unsynced[segment] = None
                 self._open[segment] = self._open.pop(segment)
-                self._check_there(stream, segment)
             for job in {stream[0] for stream in groups} & self._begun.keys():
                 self._note_begun(job, self._begun.pop(job))
-        except (OSError, SegmentGone) as error:
+        except (OSError, BodyChanged) as error:
             why: Exception = error
             try:
                 for segment, size, tail in before:
@@ -547,19 +576,6 @@ class DirectoryStorage:
                 why = error if isinstance(error, Unsound) else unsound
             raise (as_storage_error(why, job) if isinstance(why, OSError) else why) from None
         return placed
-
-    def _check_there(self, stream: tuple[str, str], segment: Segment) -> None:
-        """Raises SegmentGone if the file was removed or replaced: writes to it would be lost."""
-        assert segment.file is not None
-        if segment.file.is_there():
-            return
-        with self._maps:
-            self._streams[stream].remove(segment)
-        self._unsynced.pop(segment, None)
-        self._open.pop(segment, None)
-        raise SegmentGone(
-            *stream, segment.first, f"{segment.path} was removed or replaced while it was written"
-        )
 
     def _note_begun(self, job: str, begun: Mapping[str, int]) -> None:
         """Notes in the manifest which files must exist, by their first sequences. Skipped on a full disk."""
@@ -718,6 +734,7 @@ class DirectoryStorage:
         """Replaces a job's manifest, on a full disk in the reserve file's room. Raises as `commit` does."""
         meta = replace(meta, streams=dict(meta.streams))
         uid = self._new_uid().hex()
+        before = self._metas.get(job, JobMeta())
         with self._saves(job):
             try:
                 self._book.save(job, meta, uid)
@@ -730,6 +747,25 @@ class DirectoryStorage:
                 except OSError as again:
                     raise as_storage_error(again, job) from None
             self._metas[job] = meta
+        if (meta.reset_generation, meta.reset_number) != (before.reset_generation, before.reset_number):
+            self._leave_dropped(job, meta)
+
+    def _leave_dropped(self, job: str, meta: JobMeta) -> None:
+        """Removes the files that a reset has dropped and that would be written on: no segment has records from before
+        and after it. The segments stay for `remove`."""
+        with self._maps:
+            streams = [stream for stream in self._streams if stream[0] == job]
+        for stream in streams:
+            first = meta.streams.get(stream[1], StreamMeta()).first
+            with self._writing:  # one at a time: other jobs are written between them
+                last = next(reversed(self._streams.get(stream, [])), None)
+                if last is None or last.file is None or not last.offsets or last.next_sequence > first:
+                    continue
+                self._close(last)
+                try:
+                    self._disk.remove(last.path)
+                except OSError as error:
+                    raise as_storage_error(error, job) from None
 
     # -- reading and removing -------------------------------------------------------------------------
 
@@ -738,8 +774,7 @@ class DirectoryStorage:
             for segment in reversed(self._streams.get((job, stream), [])):
                 if segment.first <= sequence < segment.next_sequence:
                     offset = segment.offsets[sequence - segment.first]
-                    key = self._key(segment) if segment.cold else ""
-                    return Place(segment.path, offset, segment.next_sequence, key)
+                    return Place(segment.path, offset, segment.next_sequence, segment.key)
         raise FileNotFoundError(f"record {sequence} of {job}/{stream} is in no segment")
 
     def read(self, place: Place, size: int, buffer: memoryview) -> memoryview:
@@ -760,16 +795,15 @@ class DirectoryStorage:
             file.close()
         return buffer[skip : min(skip + size, read)]
 
+    def descriptor(self, place: Place) -> int:
+        return self._disk.descriptor(place.path)
+
     def _read_cold(self, key: str, offset: int, size: int, buffer: memoryview) -> memoryview:
         assert self._cold is not None, "a server with stubs has a store"
         buffer[:size] = self._cold.read(key, offset, size)
         return buffer[:size]
 
     # -- the cold tier --------------------------------------------------------------------------------
-
-    @staticmethod
-    def _key(segment: Segment) -> str:
-        return key_of(segment.owner.uid, segment.owner.stream, segment.path)
 
     def move_oldest(self, job: str) -> tuple[str, int] | None:
         """(one thread) Moves a segment of the job to the cold tier: of each stream the oldest may go, of these the
@@ -781,20 +815,27 @@ class DirectoryStorage:
             return None
         with self._maps:
             segment = self._first_hot(stream)
-        if segment is None:
-            return None
-        key = self._key(segment)
+        # After the segment: none is older than a reset that is unknown here.
+        meta = self._metas.get(job)
+        if (
+            segment is None
+            or meta is None
+            or segment.next_sequence <= meta.streams.get(stream[1], StreamMeta()).first
+        ):
+            return None  # it is about to be removed: it must not be found behind a reset that has dropped it
+        key = key_of(folder_of(meta), stream[1], segment.path)
         try:
             file = self._disk.open(segment.path)
         except FileNotFoundError:
-            return None  # removed meanwhile
+            segment.stays = True  # else it is tried again and again, if it was not we who removed it
+            return None
         try:
             scanned = walk(segment.path, source=file, last=False, owner=segment.owner)
             if scanned.damage or scanned.ending is not Ending.SEALED:
                 segment.stays = True
                 return None
-            stub = Stub.of(scanned, file)
-            self._cold.move(key, file)
+            stub = Stub.of(scanned, file).encode()
+            self._cold.move(key, file, stub)
         finally:
             file.close()
         with self._making:  # no job is dropped meanwhile
@@ -803,11 +844,11 @@ class DirectoryStorage:
             if not is_there:
                 self._cold.remove(key)
                 return None
-            self._write_stub(stub_path(segment.path), stub.encode())
+            self._write_stub(stub_path(segment.path), stub)
             self._moved[segment.path] = key
             with self._writing:
                 with self._maps:
-                    segment.cold = True
+                    segment.key = key
                     is_there = segment in self._streams.get(stream, [])
                 self._disk.remove(segment.path)
         if not is_there:
@@ -864,7 +905,7 @@ class DirectoryStorage:
                 segment = next(iter(self._objects_of_trimmed), None)
             if segment is None:
                 break
-            self._cold.remove(self._key(segment))
+            self._cold.remove(segment.key)
             with self._making:  # a later job of that name may have a stub there
                 with self._maps:
                     owed = segment in self._objects_of_trimmed
@@ -873,10 +914,67 @@ class DirectoryStorage:
                     self._moved.pop(segment.path, None)
                     with self._maps:
                         self._objects_of_trimmed.remove(segment)
-        while self._objects_of_dropped:
-            for key in self._cold.keys(self._objects_of_dropped[0]):
-                self._cold.remove(key)
-            self._objects_of_dropped.pop(0)
+        for cold, job in list(self._objects_of_lost.items()):
+            try:
+                self.check_lost(job, cold)
+                self._remove_all(cold)
+            except StorageError:
+                del self._objects_of_lost[cold]
+                raise
+            del self._objects_of_lost[cold]
+        for grave, uid in list(self._objects_of_dropped.items()):
+            self._remove_all(uid)
+            self._disk.remove_tree(grave)
+            del self._objects_of_dropped[grave]
+
+    def _remove_all(self, folder: str) -> None:
+        assert self._cold is not None
+        for key in self._cold.keys(folder):
+            self._cold.remove(key)
+
+    def cold_folder(self, job: str) -> str:
+        """Returns where the job's moved segments are; empty if none are moved."""
+        meta = self._metas.get(job)
+        return folder_of(meta) if self._cold is not None and meta is not None else ""
+
+    def read_lost(self, job: str, cold: str) -> RecoveredJob:
+        """Reads what a lost server has moved of a job. From then on `locate` and `read` know it by the name that the
+        answer has. Raises OSError, StorageError."""
+
+        def take(stream: StreamState, segments: list[Segment]) -> None:
+            with self._maps:
+                self._streams[stream.job, stream.name] = segments
+
+        of = Recovery(self._disk, self.directory, job, self._book, self._acked, self.segment_bytes)
+        return of.moved(f"{job}@{cold}", cold, self._stubs(cold), take)
+
+    def drop_lost(self, job: str, cold: str) -> None:
+        """Forgets that. Its objects are removed once the store answers, if they are the job's."""
+        self._let_go(f"{job}@{cold}")
+        self._objects_of_lost[cold] = job
+
+    def check_lost(self, job: str, cold: str) -> None:
+        """Raises StorageError if what is there is not the job's, or of this server; OSError."""
+        assert self._cold is not None
+        stubs = self._stubs(cold)
+        headers = [stub.read(0, SEGMENT_HEADER_BYTES) for found in stubs.values() for stub in found.values()]
+        known = {f"{cold}/{stream}/{segment_name(first)}" for stream in stubs for first in stubs[stream]}
+        for key in set(self._cold.keys(cold)) - known:
+            with suppress(FileNotFoundError):  # there is a stub, and no segment
+                headers.append(bytes(self._cold.read(key, 0, SEGMENT_HEADER_BYTES)))
+        try:
+            owners = {decode_segment_header(header).job for header in headers}
+        except (RecordCorrupt, RecordInvalid) as error:
+            raise StorageError(f"a segment in {cold} is damaged: {error}") from None
+        if owners - {job} or any(meta.uid == cold.partition("/")[0] for meta in self._metas.values()):
+            raise StorageError(f"what is in {cold} is not a lost server's of job {job}")
+
+    def _stubs(self, cold: str) -> dict[str, dict[int, Stub]]:
+        assert self._cold is not None
+        try:
+            return self._cold.stubs(cold)
+        except ManifestDamaged as error:
+            raise StorageError(f"a stub in {self._cold.url}/{cold} is damaged: {error}") from None
 
     def clean_left(self) -> None:
         """(the same thread, once) Removes objects that a kill has left without a stub. Raises OSError."""
@@ -885,7 +983,7 @@ class DirectoryStorage:
             found = self._cold.keys(meta.uid)
             with self._maps:
                 mine = [segment for of, some in self._streams.items() if of[0] == job for segment in some]
-                known = {self._key(segment) for segment in (*mine, *self._objects_of_trimmed) if segment.cold}
+                known = {segment.key for segment in (*mine, *self._objects_of_trimmed)}
             for key in found:
                 if key not in known:
                     self._cold.remove(key)
@@ -940,7 +1038,6 @@ class DirectoryStorage:
         """Forgets what is kept of the job outside its directory. A leftover is harmless: it has no directory."""
         line = self._book.lines.get(job)
         if line is not None and self._cold is not None:
-            self._objects_of_dropped.append(line.uid)
             with self._maps:
                 self._objects_of_trimmed = [
                     dead for dead in self._objects_of_trimmed if dead.owner.uid != line.uid
@@ -955,18 +1052,21 @@ class DirectoryStorage:
             self._book.forget(job)
 
     def _remove_forgotten(self) -> None:
-        for name, is_dir in self._disk.names(self.directory):
-            if is_dir and is_grave(name):
-                self._forget_cold(self.directory / name)
-        empty(self._disk, self.directory)
+        """Removes dropped jobs. Of those that may have objects, the manifest stays, which has the job's uid."""
+        graves = [name for name, is_dir in self._disk.names(self.directory) if is_dir and is_grave(name)]
+        for grave in map(self.directory.joinpath, graves):
+            meta = None
+            if self._cold is not None:
+                with suppress(OSError, ManifestDamaged):
+                    meta = manifests.load_manifest(self._disk, grave)
+            if meta is None:
+                self._disk.remove_tree(grave)
+                continue
+            self._objects_of_dropped[grave] = meta.uid
+            for name, is_dir in self._disk.names(grave):
+                if is_dir:
+                    self._disk.remove_tree(grave / name)
         self._reserve()
-
-    def _forget_cold(self, grave: Path) -> None:
-        """Remembers the objects of a dropped job, by its manifest."""
-        with suppress(OSError, ManifestDamaged):
-            meta = manifests.load_manifest(self._disk, grave)
-            if self._cold is not None and meta is not None and meta.uid not in self._objects_of_dropped:
-                self._objects_of_dropped.append(meta.uid)
 
     def close(self) -> None:
         """Seals what can be sealed and closes all files. The next start recovers from what fails here."""

@@ -1,37 +1,35 @@
 """Interface between the log server and its storage."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from swift_ft.log.frame import Bytes
 from swift_ft.log.manifest import JobMeta
-from swift_ft_services.logserver.core import Hole, IndexEntry
-
-# State that the storage recovers at the start.
-
-
-@dataclass(slots=True)
-class RecoveredStream:
-    name: str
-    first: int
-    next_sequence: int
-    entries: list[IndexEntry]
-    holes: list[Hole]
-    quarantined: str = ""
-    torn_bytes: int = 0
-    cold_below: int = 0
-    """Records of lower sequences are in the cold tier."""
+from swift_ft_services.logserver.core import JobState, StreamState
+from swift_ft_services.logserver.shared_memory import Part
 
 
 @dataclass(slots=True)
 class RecoveredJob:
-    name: str
+    """State of a job that the storage has recovered at the start."""
+
+    state: JobState
+    """Its streams; all else is in ``meta``."""
     meta: JobMeta = field(default_factory=JobMeta)
-    streams: list[RecoveredStream] = field(default_factory=list)
+    torn_bytes: Counter[str] = field(default_factory=Counter)
+    """Stream -> bytes of its torn tail, which was cut."""
     apart: str = ""
     """Reason why the job is quarantined; all other fields are empty then."""
+
+    @property
+    def name(self) -> str:
+        return self.state.name
+
+    @property
+    def streams(self) -> list[StreamState]:
+        return list(self.state.streams.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +37,7 @@ class Write:
     job: str
     stream: str
     sequence: int
-    frame: Sequence[Bytes]
+    frame: Sequence[Part]
     """Bytes of the frame, in one or more pieces."""
     mends: bool = False
     """The frame replaces a damaged copy of the same record in place."""
@@ -68,7 +66,8 @@ class Storage(Protocol):
 
     def commit(self, writes: Sequence[Write], sync: bool) -> list[Write]:
         """Writes frames, in order. With ``sync``, everything ever committed is durable afterwards. Frames that mend are
-        always synced. Returns the mending frames that do not fit their place."""
+        always synced. Returns the mending frames that do not fit their place. Raises BodyChanged as well, with no
+        new record written."""
 
     def has_file(self, job: str, stream: str, sequence: int) -> bool:
         """Returns whether an existing file with room takes this record. No I/O."""
@@ -81,6 +80,9 @@ class Storage(Protocol):
 
     def read(self, place: Place, size: int, buffer: memoryview) -> memoryview:
         """Reads ``size`` bytes into ``buffer``, page-aligned and two blocks larger. Raises OSError."""
+
+    def descriptor(self, place: Place) -> int:
+        """Returns a read-only descriptor of its file. Raises OSError if there is none."""
 
     def save(self, job: str, meta: JobMeta) -> None: ...
 

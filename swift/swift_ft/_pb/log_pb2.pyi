@@ -5,7 +5,8 @@ The log: streams of records, each written by one rank, kept until they are trimm
 
 A frame (docs/format.md) is the same bytes on the wire and on disk. It carries its stream's tag, so
 one message can hold frames of several streams, one after the other. A message may end within a frame's
-body; then the next one of the call begins with the rest of it. Every number called *_sequence
+body; then the next one of the call begins with the rest of it. A writer on the server's machine hands
+over the memory in which its bodies lie, and sends their headers alone. Every number called *_sequence
 that bounds a range is exclusive: durable_sequence is the first sequence that is not durable yet.
 A refused call carries a word for the reason in the trailing metadata `swift-reason` (docs/protocol.md).
 """
@@ -85,20 +86,26 @@ class AppendRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     OPENS_FIELD_NUMBER: _builtins.int
+    SHARED_FIELD_NUMBER: _builtins.int
     FRAMES_FIELD_NUMBER: _builtins.int
+    shared: _builtins.bytes
+    """frames whose bodies lie in the memory that was handed over. Of each its header, then where its"""
     frames: _builtins.bytes
-    """the last field, so that a sender frames it without a copy inside protobuf"""
+    """body begins there (8 bytes, little-endian). They follow `frames`, if there are both
+    the last field, so that a sender frames it without a copy inside protobuf
+    """
     @_builtins.property
     def opens(self) -> _containers.RepeatedCompositeFieldContainer[Global___Open]: ...
     def __init__(
         self,
         *,
         opens: _abc.Iterable[Global___Open] | None = ...,
+        shared: _builtins.bytes = ...,
         frames: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames", "opens", b"opens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames", "opens", b"opens", "shared", b"shared"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -109,15 +116,23 @@ class Welcome(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     BODY_BYTES_MAX_FIELD_NUMBER: _builtins.int
+    MEMORY_SOCKET_FIELD_NUMBER: _builtins.int
+    MEMORY_KEY_FIELD_NUMBER: _builtins.int
     body_bytes_max: _builtins.int
+    memory_socket: _builtins.str
+    """the abstract Unix socket that takes a writer's memory; empty: there is none"""
+    memory_key: _builtins.bytes
+    """sent there, it says whose memory it is"""
     def __init__(
         self,
         *,
         body_bytes_max: _builtins.int = ...,
+        memory_socket: _builtins.str = ...,
+        memory_key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body_bytes_max", b"body_bytes_max"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body_bytes_max", b"body_bytes_max", "memory_key", b"memory_key", "memory_socket", b"memory_socket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -211,6 +226,8 @@ class ReadRequest(_message.Message):
     FROM_SEQUENCE_FIELD_NUMBER: _builtins.int
     FOLLOW_FIELD_NUMBER: _builtins.int
     SHARE_FIELD_NUMBER: _builtins.int
+    COLD_FIELD_NUMBER: _builtins.int
+    NEAR_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     stream: _builtins.str
     from_step: _builtins.int
@@ -218,6 +235,10 @@ class ReadRequest(_message.Message):
     """skip what a broken-off call has given already"""
     follow: _builtins.bool
     """go on with records as they become durable, until cancelled"""
+    cold: _builtins.str
+    """not empty: what a lost server has moved there, and no more"""
+    near: _builtins.bool
+    """the reader takes descriptors of files, if it is on this machine"""
     @_builtins.property
     def share(self) -> Global___Share:
         """absent: all records"""
@@ -231,10 +252,12 @@ class ReadRequest(_message.Message):
         from_sequence: _builtins.int = ...,
         follow: _builtins.bool = ...,
         share: Global___Share | None = ...,
+        cold: _builtins.str = ...,
+        near: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["share", b"share"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["follow", b"follow", "from_sequence", b"from_sequence", "from_step", b"from_step", "job", b"job", "share", b"share", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cold", b"cold", "follow", b"follow", "from_sequence", b"from_sequence", "from_step", b"from_step", "job", b"job", "near", b"near", "share", b"share", "stream", b"stream"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -274,20 +297,65 @@ Global___Share: _TypeAlias = Share  # noqa: Y015
 class ReadReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    FILE_SOCKET_FIELD_NUMBER: _builtins.int
+    FILE_KEY_FIELD_NUMBER: _builtins.int
+    LENT_FIELD_NUMBER: _builtins.int
     FRAMES_FIELD_NUMBER: _builtins.int
+    file_socket: _builtins.str
+    """first: the abstract Unix socket on which this call's reader may ask for descriptors"""
+    file_key: _builtins.bytes
+    """sent there, it says which call's reader it is"""
     frames: _builtins.bytes
+    @_builtins.property
+    def lent(self) -> _containers.RepeatedCompositeFieldContainer[Global___Lent]:
+        """frames that the reader reads itself"""
+
     def __init__(
         self,
         *,
+        file_socket: _builtins.str = ...,
+        file_key: _builtins.bytes = ...,
+        lent: _abc.Iterable[Global___Lent] | None = ...,
         frames: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["file_key", b"file_key", "file_socket", b"file_socket", "frames", b"frames", "lent", b"lent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReadReply: _TypeAlias = ReadReply  # noqa: Y015
+
+@_typing.final
+class Lent(_message.Message):
+    """Whole frames, one after the other, in a file whose descriptor came through the socket."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILE_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    KNOWN_FIELD_NUMBER: _builtins.int
+    file: _builtins.int
+    offset: _builtins.int
+    size: _builtins.int
+    known: _builtins.bytes
+    """of each what the server's index has: sequence, generation, step, microbatch, slot, digest"""
+    def __init__(
+        self,
+        *,
+        file: _builtins.int = ...,
+        offset: _builtins.int = ...,
+        size: _builtins.int = ...,
+        known: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["file", b"file", "known", b"known", "offset", b"offset", "size", b"size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Lent: _TypeAlias = Lent  # noqa: Y015
 
 @_typing.final
 class DigestsRequest(_message.Message):
@@ -296,19 +364,23 @@ class DigestsRequest(_message.Message):
     JOB_FIELD_NUMBER: _builtins.int
     STREAM_FIELD_NUMBER: _builtins.int
     FROM_STEP_FIELD_NUMBER: _builtins.int
+    COLD_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     stream: _builtins.str
     from_step: _builtins.int
+    cold: _builtins.str
+    """as in ReadRequest"""
     def __init__(
         self,
         *,
         job: _builtins.str = ...,
         stream: _builtins.str = ...,
         from_step: _builtins.int = ...,
+        cold: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_step", b"from_step", "job", b"job", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cold", b"cold", "from_step", b"from_step", "job", b"job", "stream", b"stream"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -367,15 +439,19 @@ class InventoryRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_FIELD_NUMBER: _builtins.int
+    COLD_FIELD_NUMBER: _builtins.int
     job: _builtins.str
+    cold: _builtins.str
+    """as in ReadRequest"""
     def __init__(
         self,
         *,
         job: _builtins.str = ...,
+        cold: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cold", b"cold", "job", b"job"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -401,6 +477,7 @@ class StreamInventory(_message.Message):
     UNLOGGED_FROM_STEP_FIELD_NUMBER: _builtins.int
     UNLOGGED_TO_STEP_FIELD_NUMBER: _builtins.int
     MARKS_FIELD_NUMBER: _builtins.int
+    TRIMMED_BELOW_STEP_FIELD_NUMBER: _builtins.int
     stream: _builtins.str
     records: _builtins.int
     bytes: _builtins.int
@@ -421,6 +498,8 @@ class StreamInventory(_message.Message):
     unlogged_to_step: _builtins.int
     marks: _builtins.int
     """records that declare this; the others are tensors"""
+    trimmed_below_step: _builtins.int
+    """as in InventoryReply"""
     @_builtins.property
     def holes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """records that were there once and are not to be had"""
@@ -444,10 +523,11 @@ class StreamInventory(_message.Message):
         unlogged_from_step: _builtins.int | None = ...,
         unlogged_to_step: _builtins.int | None = ...,
         marks: _builtins.int = ...,
+        trimmed_below_step: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_unlogged_from_step", b"_unlogged_from_step", "_unlogged_to_step", b"_unlogged_to_step", "unlogged_from_step", b"unlogged_from_step", "unlogged_to_step", b"unlogged_to_step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_unlogged_from_step", b"_unlogged_from_step", "_unlogged_to_step", b"_unlogged_to_step", "bytes", b"bytes", "corrupt", b"corrupt", "durable_sequence", b"durable_sequence", "first_sequence", b"first_sequence", "first_step", b"first_step", "has_records", b"has_records", "holes", b"holes", "last_step", b"last_step", "marks", b"marks", "next_sequence", b"next_sequence", "quarantined", b"quarantined", "reason", b"reason", "records", b"records", "stream", b"stream", "unlogged_from_step", b"unlogged_from_step", "unlogged_to_step", b"unlogged_to_step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_unlogged_from_step", b"_unlogged_from_step", "_unlogged_to_step", b"_unlogged_to_step", "bytes", b"bytes", "corrupt", b"corrupt", "durable_sequence", b"durable_sequence", "first_sequence", b"first_sequence", "first_step", b"first_step", "has_records", b"has_records", "holes", b"holes", "last_step", b"last_step", "marks", b"marks", "next_sequence", b"next_sequence", "quarantined", b"quarantined", "reason", b"reason", "records", b"records", "stream", b"stream", "trimmed_below_step", b"trimmed_below_step", "unlogged_from_step", b"unlogged_from_step", "unlogged_to_step", b"unlogged_to_step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__unlogged_from_step: _TypeAlias = _typing.Literal["unlogged_from_step"]  # noqa: Y015
     _WhichOneofArgType__unlogged_from_step: _TypeAlias = _typing.Literal["_unlogged_from_step", b"_unlogged_from_step"]  # noqa: Y015
@@ -517,15 +597,19 @@ class FenceReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     GENERATION_FIELD_NUMBER: _builtins.int
+    COLD_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
+    cold: _builtins.str
+    """where in the object store this server has what it moves of the job; empty: it moves nothing"""
     def __init__(
         self,
         *,
         generation: _builtins.int = ...,
+        cold: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cold", b"cold", "generation", b"generation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -537,17 +621,21 @@ class TrimRequest(_message.Message):
 
     JOB_FIELD_NUMBER: _builtins.int
     BELOW_STEP_FIELD_NUMBER: _builtins.int
+    COLD_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     below_step: _builtins.int
+    cold: _builtins.str
+    """not empty: drops all that a lost server has moved there"""
     def __init__(
         self,
         *,
         job: _builtins.str = ...,
         below_step: _builtins.int = ...,
+        cold: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["below_step", b"below_step", "job", b"job"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["below_step", b"below_step", "cold", b"cold", "job", b"job"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -604,12 +692,17 @@ Global___ResetRequest: _TypeAlias = ResetRequest  # noqa: Y015
 class ResetReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    COLD_FIELD_NUMBER: _builtins.int
+    cold: _builtins.str
+    """as in FenceReply: after a reset it is another place"""
     def __init__(
         self,
+        *,
+        cold: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cold", b"cold"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -733,11 +826,8 @@ class StatusReply(_message.Message):
     SPACE_FIELD_NUMBER: _builtins.int
     CLOSED_REASON_FIELD_NUMBER: _builtins.int
     JOBS_FIELD_NUMBER: _builtins.int
-    TRIMMED_BYTES_FIELD_NUMBER: _builtins.int
     closed_reason: _builtins.str
     """why nothing is written any more, until a person has seen to it"""
-    trimmed_bytes: _builtins.int
-    """dropped by trims, resets and drops since the server started"""
     @_builtins.property
     def space(self) -> Global___Space: ...
     @_builtins.property
@@ -748,11 +838,10 @@ class StatusReply(_message.Message):
         space: Global___Space | None = ...,
         closed_reason: _builtins.str = ...,
         jobs: _abc.Iterable[Global___JobStatus] | None = ...,
-        trimmed_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["space", b"space"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed_reason", b"closed_reason", "jobs", b"jobs", "space", b"space", "trimmed_bytes", b"trimmed_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed_reason", b"closed_reason", "jobs", b"jobs", "space", b"space"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,7 +5,8 @@ The log: streams of records, each written by one rank, kept until they are trimm
 
 A frame (docs/format.md) is the same bytes on the wire and on disk. It carries its stream's tag, so
 one message can hold frames of several streams, one after the other. A message may end within a frame's
-body; then the next one of the call begins with the rest of it. Every number called *_sequence
+body; then the next one of the call begins with the rest of it. A writer on the server's machine hands
+over the memory in which its bodies lie, and sends their headers alone. Every number called *_sequence
 that bounds a range is exclusive: durable_sequence is the first sequence that is not durable yet.
 A refused call carries a word for the reason in the trailing metadata `swift-reason` (docs/protocol.md).
 """

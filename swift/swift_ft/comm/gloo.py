@@ -21,6 +21,7 @@ Facts, measured with torch 2.13, on which this module relies:
 - Messages of 4 MiB and more reach a raw socket's speed, those of 1 MiB half of it (docs/benchmarks.md).
 """
 
+import functools
 import gc
 import os
 import socket
@@ -39,7 +40,14 @@ from swift_ft.comm.staging import StagedWire
 from swift_ft.comm.worker_thread import Broken, Runner
 from swift_ft.device import Accelerator
 
-torch_private.require({"torch's ProcessGroupGloo": (ProcessGroupGloo, ("_set_default_timeout",))})
+torch_private.require(
+    {
+        "torch's ProcessGroupGloo": (
+            ProcessGroupGloo,
+            ("_Options", "_set_default_timeout", "create_device"),
+        )
+    }
+)
 
 # A process that a rank forks (a DataLoader's workers) lacks the threads that a process group joins when it ends:
 # garbage-collecting a group of an ended generation there would hang, or worse.
@@ -66,11 +74,20 @@ class GlooBackend:
         return GlooFabric(Sockets(self._service_ports))
 
     def placeholder(self) -> Any:
-        return ProcessGroupGloo(HashStore(), 0, 1, timedelta(seconds=1))
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [_placeholder_device()]
+        return ProcessGroupGloo(HashStore(), 0, 1, options)
 
     def is_lost_peer(self, error: RuntimeError) -> bool:
         words = str(error).lower()
         return any(word in words for word in _WORDS)
+
+
+@functools.cache
+def _placeholder_device() -> Any:
+    """Returns the device of all placeholders, which connect to nobody: each device has a thread that wakes a hundred
+    times a second, and a listening socket."""
+    return ProcessGroupGloo.create_device(hostname="127.0.0.1")
 
 
 class GlooFabric:

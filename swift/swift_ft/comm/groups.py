@@ -355,7 +355,6 @@ class ReconfigurableGroup(torch_private.ProcessGroup):  # type: ignore[misc]
         return parts
 
     def gathered_texts(self, text: str) -> list[str]:
-        """Returns the texts of all its ranks in this generation, in their order."""
         data = text.encode()
         room = int(max(self.gathered(torch.tensor([len(data)]))))
         own = torch.frombuffer(bytearray(data.ljust(room)), dtype=torch.uint8)

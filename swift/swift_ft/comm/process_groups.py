@@ -59,6 +59,8 @@ class _Circuit:
 
 # A blocked thread may start its next operation after the first abort.
 _ABORT_INTERVAL_S = 0.02
+# All ranks of a generation are known to be alive when it is built.
+_BUILD_TIMEOUT = timedelta(seconds=30)
 
 
 class Interrupted(Exception):
@@ -81,7 +83,6 @@ class ProcessGroups:
         default: ReconfigurableGroup,
         *,
         stores: Callable[[int], Any],
-        build_timeout_s: float = 30.0,
     ):
         """`groups`: all groups that are built in a generation. `default`: the one of them that torch and the trainer
         use as the default group. `stores`: creates the store of each generation, the same for all its ranks, with the
@@ -91,8 +92,6 @@ class ProcessGroups:
         self._rank = rank
         self._groups = groups
         self._default = default
-        # All ranks of a generation are known to be alive when it is built, so building has a tight timeout.
-        self._build_timeout = timedelta(seconds=build_timeout_s)
         self._stores = stores
         self._generations_store: Any = None
         self._fabric: Fabric | None = None
@@ -149,7 +148,7 @@ class ProcessGroups:
             # All wait until all are connected: a rank that died in the following work would block those that still
             # wait for a connection to it.
             store.set(f"built-{self._rank}", "")
-            store.wait([f"built-{rank}" for rank in present], self._build_timeout)
+            store.wait([f"built-{rank}" for rank in present], _BUILD_TIMEOUT)
             self._generations_store.built()
         except (RuntimeError, ValueError):
             self._check()
@@ -160,7 +159,7 @@ class ProcessGroups:
         events.emit("group_built", rank=self._rank, generation=generation)
 
     def _connect(self, fabric: Fabric, store: Store, ranks: Sequence[int]) -> Connections:
-        return fabric.connect(store, ranks.index(self._rank), len(ranks), self._build_timeout)
+        return fabric.connect(store, ranks.index(self._rank), len(ranks), _BUILD_TIMEOUT)
 
     def stand_alone(self) -> None:
         """(the job has finished without this process) Sets up groups as torch and a trainer expect them, without peers.
@@ -205,17 +204,20 @@ class ProcessGroups:
 
     @property
     def fabric(self) -> Fabric | None:
-        """Returns what connects the members of this generation."""
         return self._fabric
 
-    def tear_down(self) -> None:
-        """Ends the groups of this generation."""
+    def disconnect(self) -> None:
+        """Ends the connections of this generation. To torch the groups are there, with their ranks; what is begun in
+        them raises an error."""
         with self._lock:
             fabric, self._fabric = self._fabric, None
         if fabric is not None:
             fabric.close()
         for group in self._groups:
             group.detach()
+
+    def tear_down(self) -> None:
+        self.disconnect()
         if dist.is_initialized():
             dist.destroy_process_group()
 

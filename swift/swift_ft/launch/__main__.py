@@ -21,8 +21,9 @@ if __name__ == "__main__":
     from swift_ft.cli_parser import end_quietly
     from swift_ft.launch.command import main
     from swift_ft.logs import described, end_process_on_uncaught
-    from swift_ft.text import tell
+    from swift_ft.text import outlive_readers, tell
 
+    outlive_readers()
     # The kernel ends the ranks with this process.
     end_process_on_uncaught(lambda error: tell(f"run: {described(error)}; start it again"))
     sys.exit(end_quietly(lambda: main(sys.argv[1:])))

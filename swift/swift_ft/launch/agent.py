@@ -23,6 +23,7 @@ from pathlib import Path
 from swift_ft import events
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.launch.children import Child, Nursery, SignalGate, Signalled, StartFailed
+from swift_ft.launch.command import LaunchPlan
 from swift_ft.launch.decisions import (
     Action,
     Outcome,
@@ -31,19 +32,15 @@ from swift_ft.launch.decisions import (
     check_delay_s,
     delay_s,
     describe_exit,
-    judge_check,
     judge_exit,
-    judge_start,
+    judge_place,
     outcome_of,
 )
-from swift_ft.launch.health_check import HealthCheck, WaitingPlaces
+from swift_ft.launch.health_check import WaitingPlaces
 from swift_ft.launch.link import CoordinatorLink
 from swift_ft.launch.memory_kills import MemoryKills
 from swift_ft.launch.ranks import (
-    LaunchSettings,
     MachinePlace,
-    Output,
-    RankProgram,
     make_program,
     place_env,
     rank_env,
@@ -201,7 +198,6 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def resident_bytes(pid: int) -> int:
-    """Returns the resident memory of a process; 0 if it is gone."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
     except (OSError, ValueError, IndexError):
@@ -223,24 +219,29 @@ def room_for_one_more(pids: Iterable[int]) -> str:
 
 
 class Vacated:
-    """Places of this machine that were given up, until it is known whether the others go on without them."""
-
     def __init__(self) -> None:
-        self._lost: dict[int, tuple[int, str]] = {}
+        self._lost: dict[int, Child] = {}
+        """Local rank -> its last process."""
 
-    def add(self, local_rank: int, rank: int, incarnation: str) -> None:
-        """Records a given-up place. `incarnation`: that of the lost process."""
-        self._lost[local_rank] = rank, incarnation
+    def add(self, local_rank: int, lost: Child) -> None:
+        self._lost[local_rank] = lost
 
     def missed(self, view: pb.View) -> list[int]:
-        """Returns the local ranks whose place this View neither leaves vacant nor gives to another process. Forgets
-        every place about which this View decides. Only a View of a job that shrinks reports any: members of a
-        communicator decide themselves."""
-        holders = {member.rank: member.incarnation for member in view.members}
+        """Returns the local ranks whose place this View neither leaves vacant nor gives to another process, once they
+        are free. Forgets every place about which this View decides. Only a View of a job that shrinks reports any:
+        members of a communicator decide themselves."""
+        if not self._lost:
+            return []
+        holders: dict[int | None, str] = {member.rank: member.incarnation for member in view.members}
         there = {*view.vacant, *holders}
-        known = [place for place, (rank, lost) in self._lost.items() if holders.get(rank) != lost]
-        ranks = {local_rank: self._lost.pop(local_rank)[0] for local_rank in known}
-        return [local_rank for local_rank, rank in ranks.items() if view.shrinks and rank not in there]
+        known = {
+            place: lost
+            for place, lost in self._lost.items()
+            if holders.get(lost.rank) != lost.incarnation and lost.gone
+        }
+        for place in known:
+            del self._lost[place]
+        return [place for place, lost in known.items() if view.shrinks and lost.rank not in there]
 
 
 # Ranks that have ended with exit code 0 before the job is known to be over.
@@ -272,7 +273,6 @@ class Left:
         self._left.clear()
 
     def await_end(self, view: pb.View | None) -> bool:
-        """Returns whether the job is not known to be over, nor known to go on without these processes."""
         return any(_misses(view, child) is not None for child, _ in self._left.values())
 
     def missed(self, view: pb.View | None, now: float) -> list[Child]:
@@ -393,32 +393,26 @@ class ReplacingAgent:
 
     def __init__(
         self,
-        settings: LaunchSettings,
+        plan: LaunchPlan,
         *,
         machines: Rendezvous,
-        job: RankProgram,
-        output: Output,
-        spare_count: int,
-        warms_up: bool = False,
-        grace_s: float,
         nursery: Nursery,
         link: CoordinatorLink,
         gate: SignalGate,
-        last_checkpoint_s: float = 0.0,
-        health_check: HealthCheck | None = None,
     ) -> None:
+        settings, job = plan.config, plan.job
         self._settings = settings
         self._place: MachinePlace
         """Known once the machines have met."""
         self._job = job
-        self._output = output
-        self._spares = Spares(nursery, spare_count, warm_up=self._warming if warms_up else None)
+        self._output = plan.output
+        self._spares = Spares(nursery, plan.spare_count, warm_up=self._warming if plan.warms_up else None)
         self._rehearsals = Rehearsals(
             nursery,
             link,
             lambda place, incarnation, version: replace(self._program(place, incarnation), rehearse=version),
         )
-        self._grace_s = grace_s
+        self._grace_s = plan.grace_s
         self._nursery = nursery
         self._link = link
         self._gate = gate
@@ -426,8 +420,8 @@ class ReplacingAgent:
         def environment(place: int) -> dict[str, str]:
             return place_env(settings, self._host.get(place, place), job)
 
-        self._waiting = WaitingPlaces(health_check, nursery, environment)
-        self._leaving = Leaving(gate, link, last_checkpoint_s)
+        self._waiting = WaitingPlaces(plan.health_check, nursery, environment)
+        self._leaving = Leaving(gate, link, plan.last_checkpoint_s)
         self._machines = machines
         self._ranks: dict[int, Child] = {}
         """Local rank -> its living process."""
@@ -453,7 +447,7 @@ class ReplacingAgent:
         """(one of several machines) The others, until it is known that there is a session."""
         self._looked_at: pb.View | None = None
         self._told = Told(bool(job.from_checkpoints))
-        self._memory_kills = MemoryKills(events.now())
+        self._memory_kills = MemoryKills()
         self._last_death: tuple[float, int] | None = None
         """Time and generation of the newest death whose recovery is not over."""
         self._lost_code = 0
@@ -521,12 +515,13 @@ class ReplacingAgent:
         for local_rank, why, failures in self._waiting.failed():
             self._on_unfit(local_rank, why, failures)
         if self._machines.lost and self.outcome is None:
-            self._end({1}, self._machines.lost)
+            self._end({3}, self._machines.lost)
         if self.outcome is not None:
             return
         if late := self._told.late(self._view, now):
             say(late)
         self._replace_due()
+        self._check_vacated()
         if not self._ranks and not self._waiting:
             if not self._is_protected:
                 self._tell_unprotected()
@@ -538,7 +533,7 @@ class ReplacingAgent:
                 self.outcome = Outcome(exit_code=self._lost_code, line=self._summary())
                 return
             if why := self._left.given_up(now):
-                self._end({1}, why)
+                self._end({3}, why)
                 return
         if self._is_quiet():
             ranks = [self._place.rank(local_rank) for local_rank in range(self._settings.nproc_per_node)]
@@ -546,7 +541,6 @@ class ReplacingAgent:
             self._rehearsals.tend(self._view, ranks)
 
     def _summary(self) -> str:
-        """Returns the last line of a completed run; empty if there is no message."""
         words = [] if self._view is None else end_words(self._view)
         return f"swift: job {self._job.name}: {'; '.join(words)}" if words else ""
 
@@ -632,7 +626,7 @@ class ReplacingAgent:
             self._replace(child, local_rank, verdict.reason)
             return
         if verdict.action == Action.VACANT:
-            self._vacated.add(local_rank, child.rank, child.incarnation)
+            self._vacated.add(local_rank, child)
             self._leave_vacant(verdict)
             return
         self._done[local_rank] = child
@@ -733,7 +727,6 @@ class ReplacingAgent:
         return together.reason
 
     def _situation(self, local_rank: int) -> Situation:
-        """Returns the situation in which a process of that place has ended, or cannot be started."""
         view = self._view
         has_run = self._has_run or has_left_forming(view)  # the View may show it only at this moment
         return Situation(
@@ -765,7 +758,8 @@ class ReplacingAgent:
         if wait_s:
             times = self._deaths[local_rank]
             say(f"{reason}, no. {times} without a new version: replaced in {wait_s:g} s")
-        self._waiting.add(local_rank, events.now() + wait_s, reason, generation, lost.incarnation)
+        self._last_death = (events.now(), generation)
+        self._waiting.add(local_rank, lost, at=events.now() + wait_s, reason=reason, generation=generation)
         self._replace_due()
 
     def _replace_due(self) -> None:
@@ -775,23 +769,19 @@ class ReplacingAgent:
                 child = self._give_rank(local_rank)
             except StartFailed as error:
                 failures = self._waiting.requeue(local_rank, waiting)
-                rank = self._place.rank(local_rank)
-                verdict = judge_start(rank, str(error), failures, self._situation(local_rank))
-                self._leave_empty(local_rank, verdict, failures)
+                self._leave_empty(local_rank, str(error), failures)
                 if self.outcome is not None:
                     return
                 continue
             say(f"{waiting.reason}: replaced by process {child.pid} ({child.kind})")
 
     def _on_unfit(self, local_rank: int, why: str, failures: int) -> None:
-        """Handles a failed health check of the place. `failures`: their number since its last process ended."""
-        rank = self._place.rank(local_rank)
-        self._link.notify(pb.ExitRequest(rank=rank, unfit=why))
-        verdict = judge_check(rank, why, failures, self._situation(local_rank))
-        self._leave_empty(local_rank, verdict, failures)
+        self._link.notify(pb.ExitRequest(rank=self._place.rank(local_rank), unfit=why))
+        self._leave_empty(local_rank, f"its place has failed the health check ({why})", failures)
 
-    def _leave_empty(self, local_rank: int, verdict: Verdict, failures: int) -> None:
+    def _leave_empty(self, local_rank: int, why: str, failures: int) -> None:
         rank = self._place.rank(local_rank)
+        verdict = judge_place(f"rank {rank}: {why}", failures, self._situation(local_rank))
         if verdict.action == Action.REPLACE:
             say(verdict.reason)
             self._waiting.put_off(local_rank, events.now() + check_delay_s(failures))
@@ -802,10 +792,8 @@ class ReplacingAgent:
                 self._fail(verdict)
             case Action.VACANT:
                 self._link.notify(pb.ExitRequest(rank=rank, given_up=True))
-                self._vacated.add(local_rank, rank, waiting.incarnation)
+                self._vacated.add(local_rank, waiting.lost)
                 self._leave_vacant(verdict)
-                if self._view is not None:
-                    self._check_vacated(self._view)
             case _:
                 self._lost_code = verdict.exit_code
                 say(verdict.reason)
@@ -871,7 +859,7 @@ class ReplacingAgent:
         state = state_name(view.state)
         events.emit("view_seen", generation=view.generation, state=state, reason=view.reason)
         if self._known and self._job.run not in view.runs:
-            self._end({1}, "the job was started again by another swift-ft run: this one ends")
+            self._end({3}, "the job was started again by another swift-ft run: this one ends")
             return
         self._known = self._job.run in view.runs
         if not view.setbacks:
@@ -885,14 +873,14 @@ class ReplacingAgent:
             say(line)
         if view.state == pb.RUNNING and self._is_quiet():
             self._attempts.clear()
-        self._check_vacated(view)
         if view.state == pb.FINISHED:  # vacant places are not waited for
             ranks = range(self._settings.nproc_per_node)
             self._waiting.leave(place for place in ranks if self._place.rank(place) in view.vacant)
         self._obey_fence({member.incarnation for member in view.fenced}, over=view.state == pb.FINISHED)
 
-    def _check_vacated(self, view: pb.View) -> None:
-        for local_rank in self._vacated.missed(view):
+    def _check_vacated(self) -> None:
+        view = self._view
+        for local_rank in () if view is None else self._vacated.missed(view):
             if self.outcome is None:
                 self._move(local_rank)
 

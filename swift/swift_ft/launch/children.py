@@ -20,14 +20,15 @@ import sys
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
-from typing import Protocol
 
 from swift_ft import events
 from swift_ft.errors import ServiceError
-from swift_ft.launch.forkserver import ForkFailed, ForkServer, own_children
-from swift_ft.launch.worker import ENV_WORD_FD, Program
+from swift_ft.launch.death import Life, exit_code_of
+from swift_ft.launch.forkserver import ForkFailed, ForkServer
+from swift_ft.launch.worker import ENV_WORD_FD, PREPARE, Program
 
 # Signals such as Ctrl-C in the launcher: handled by the loop, or raised where torch blocks the main thread.
 
@@ -122,10 +123,6 @@ class StartFailed(ServiceError):
     """Raised if no process can be started now."""
 
 
-class HasFileno(Protocol):
-    def fileno(self) -> int: ...
-
-
 Started = tuple[int, "subprocess.Popen[bytes] | None"]
 """The pid of a new process, and its Popen object, if any, which needs the exit code too."""
 
@@ -139,22 +136,26 @@ class Child:
         process: "subprocess.Popen[bytes] | None",
         control_fd: int,
         warm_fd: int,
+        life: Life,
     ) -> None:
         """Opens a pidfd of the process. `process`: None if it was forked."""
         self._process = process
         self._control_fd = control_fd
         self.warm_fd = warm_fd
+        self.life = life
         self.pid = pid
         self.pidfd = os.pidfd_open(pid)
         self.forked = process is None
         self.incarnation = uuid.uuid4().hex
-        self.warm = False
+        self.warm = self.watched = False
         self.kept_for: int | None = None
         """(a spare) The rank for which it is warmed up, and whose place alone it takes; None: it takes any."""
         self.warming = False
         """It runs the script for warm-up."""
         self.warmed_up = False
         """It has been warmed up, and its state is as before."""
+        self.prepared = False
+        """It has the process that a rank with a session needs beside it."""
         self.rehearses = False
         """It rehearses a recovery, so it is no spare."""
         self.unwanted = False
@@ -164,6 +165,8 @@ class Child:
         self.rank: int | None = None
         self.exit_code: int | None = None
         """None while it lives; negative: killed by that signal."""
+        self.gone = False
+        """The kernel has freed all that it had: memory, devices, ports, locks."""
 
     @property
     def kind(self) -> str:
@@ -172,11 +175,16 @@ class Child:
         return "a warm spare" if self.warm else "a fork" if self.forked else "a cold start"
 
     def assign(self, rank: int, assignment: Program) -> None:
-        """Gives the child a rank. If it has died already, its pidfd shows that."""
         self._tell(assignment)
         self.rank = rank
         os.close(self._control_fd)
         self._control_fd = -1
+
+    def prepare(self) -> None:
+        """Makes a warm spare start what a rank with a session needs beside it (`swift_ft.launch.worker`)."""
+        self.prepared = True
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._control_fd, PREPARE)
 
     def warm_up(self, assignment: Program) -> None:
         """Makes a spare run the script as a rank would. It writes a line when it is done."""
@@ -212,10 +220,8 @@ class Child:
         """Reads from the readable `warm_fd`. Returns whether it got a message; False does not mean that no more will
         come."""
         heard = os.read(self.warm_fd, _SAID_BYTES)
-        if heard and not self.warm:
-            self.warm, heard = True, heard[1:]
-            return True
-        self.said += heard
+        self.said += heard if self.warm else heard[1:]  # the first byte is that of a warm child
+        self.warm = self.warm or bool(heard)
         return bool(heard)
 
     @property
@@ -233,21 +239,28 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
-    def reap(self) -> int:
-        """Kills its group, collects the exit code, and closes all descriptors; called once the pidfd is readable."""
+    def end(self, exit_code: int) -> None:
+        """Kills its group, and closes the pipes to it; called once it has ended, or is about to."""
+        self.kill_group()
+        self.exit_code = exit_code
+        for fd in (self.warm_fd, self._control_fd):
+            if fd >= 0:
+                os.close(fd)
+        self.warm_fd = self._control_fd = -1
+
+    def reap(self) -> None:
+        """Collects the process, after `end` unless it has ended already; called once the pidfd is readable."""
         os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT)
         # Not reaped yet, so the pid, hence the group's id, cannot have been reused.
         self.kill_group()
         ended = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED)
         assert ended is not None
-        self.exit_code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        if self.exit_code is None:
+            self.end(ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)
         if self._process is not None:
             self._process.returncode = self.exit_code
-        for fd in (self.pidfd, self.warm_fd, self._control_fd):
-            if fd >= 0:
-                os.close(fd)
-        self.pidfd = self.warm_fd = self._control_fd = -1
-        return self.exit_code
+        os.close(self.pidfd)
+        self.pidfd, self.gone = -1, True
 
 
 def _write_all(fd: int, line: bytes) -> None:
@@ -262,8 +275,8 @@ def _name_undead(pid: int) -> None:
 class Nursery:
     """All children of the launcher, and the selector that reports which of them became warm or ended.
 
-    Invariants: every child that was started and not reaped is in `children` and registered by its pidfd. So is the
-    pidfd of every orphan that this process has adopted, in `_adopted`. `_server` is registered.
+    Invariants: every child that was started and not reaped is in `children` and registered by its pidfd. `_server` is
+    registered.
     """
 
     def __init__(
@@ -287,8 +300,6 @@ class Nursery:
         self._server_failures = 0
         self._server_at = -math.inf
         """The earliest time at which to start a fork server."""
-        self._adopted: dict[int, int] = {}
-        """pidfd -> pid of an orphan that became a child of this process."""
         self._selector = selectors.DefaultSelector()
         # One byte for all children: the one that reads it may print an error that all of them have.
         self._word_read, self._word_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -296,6 +307,8 @@ class Nursery:
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector.register(self._wake_read, selectors.EVENT_READ, self._on_wake)
         self.children: list[Child] = []
+        self._dying: deque[Child] = deque()
+        """Children that have let go of their lives, as threads have noted."""
 
     def wake(self) -> None:
         """Ends `wait` early. Callable from any thread and from signal handlers."""
@@ -305,15 +318,16 @@ class Nursery:
     @property
     def spares(self) -> list[Child]:
         """The spares, the best first: warm ones, then in order of their start."""
-        there = (child for child in self.children if child.rank is None and not child.unwanted)
-        return sorted((child for child in there if not child.rehearses), key=lambda child: not child.warm)
+        there = (child for child in self.children if child.rank is None and child.exit_code is None)
+        free = (child for child in there if not child.unwanted and not child.rehearses)
+        return sorted(free, key=lambda child: not child.warm)
 
-    def attend(self, what: HasFileno, hear: Callable[[], None]) -> None:
-        """Makes `wait` call `hear` whenever `what` is readable, until `ignore`."""
-        self._selector.register(what, selectors.EVENT_READ, hear)
+    def attend(self, fd: int, hear: Callable[[], None]) -> None:
+        """Makes `wait` call `hear` whenever the descriptor is readable, until `ignore`."""
+        self._selector.register(fd, selectors.EVENT_READ, hear)
 
-    def ignore(self, what: HasFileno) -> None:
-        self._selector.unregister(what)
+    def ignore(self, fd: int) -> None:
+        self._selector.unregister(fd)
 
     # The fork server.
 
@@ -367,27 +381,15 @@ class Nursery:
             self._server = None
 
     def _fork(self, fds: list[int]) -> Started | None:
-        """Forks a child if the fork server is ready. Returns None if there is none, or if it failed."""
         if self._server is None or not self._server.ready:
             return None
-        before, pid = own_children(), None
         try:
             pid = self._server.fork(fds)
-            self._server_failures = 0
         except ForkFailed as error:
             self._lose_server(str(error))
-        # A trainer died meanwhile, whose log sidecar lives on; or a failed fork has left a process.
-        for orphan in own_children() - before - {pid}:
-            pidfd = os.pidfd_open(orphan)
-            self._adopted[pidfd] = orphan
-            self._selector.register(pidfd, selectors.EVENT_READ, functools.partial(self._bury, pidfd))
-        return None if pid is None else (pid, None)
-
-    def _bury(self, pidfd: int) -> None:
-        self._selector.unregister(pidfd)
-        os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
-        os.close(pidfd)
-        del self._adopted[pidfd]
+            return None
+        self._server_failures = 0
+        return pid, None
 
     # Children.
 
@@ -417,20 +419,22 @@ class Nursery:
             os.set_blocking(warm_read, False)
             theirs.callback(os.close, warm_write)
             ours.callback(os.close, warm_read)
-            started = how([control_read, warm_write, self._word_read])
+            life = Life()
+            theirs.callback(os.close, life.fd)
+            started = how([control_read, warm_write, self._word_read, life.fd])
             if started is None:
                 return None
-            child = Child(*started, control_write, warm_read)
+            child = Child(*started, control_write, warm_read, life)
             ours.pop_all()
             return child
 
     def _interpret(self, fds: list[int]) -> Started:
-        """Starts a new interpreter, which imports the modules and then waits for its `assign`."""
-        control_fd, warm_fd, word_fd = fds
+        control_fd, warm_fd, word_fd, life_fd = fds
         command = [sys.executable, "-u", "-P", "-m", "swift_ft.launch.worker"]
         command += [
             str(control_fd),
             str(warm_fd),
+            str(life_fd),
             str(os.getpid()),
             self._path0,
             self._preload,
@@ -446,26 +450,52 @@ class Nursery:
     def wait(self, timeout_s: float) -> tuple[list[Child], list[Child]]:
         """Blocks until an event or the timeout. Returns (children with a message, see `Child.read_message`; children
         that ended)."""
-        spoke, ended = [], []
+        spoke, ended, gone = [], [], []
         for key, _ in self._selector.select(timeout_s):
             child = key.data
             if not isinstance(child, Child):
                 child()
             elif key.fd == child.pidfd:
-                ended.append(child)
+                gone.append(child)
             elif child.read_message():
                 spoke.append(child)
             else:
                 self._drop_warm_fd(child)
-        for child in ended:
+        for child in gone:  # last: this closes its pipe, which may have been readable as well
             self._selector.unregister(child.pidfd)
-            if child.warm_fd >= 0:
-                self._selector.unregister(child.warm_fd)
-                with contextlib.suppress(BlockingIOError):  # nothing was said since
-                    child.read_message()
-            child.reap()
             self.children.remove(child)
+            if child.exit_code is None:
+                self._hear_last(child)
+                ended.append(child)
+            child.reap()
+        ended += self._died()
+        for child in spoke:
+            if child.warm and not child.watched and child.exit_code is None:
+                child.watched = True
+                child.life.watch(functools.partial(self._note_death, child))
         return spoke, ended
+
+    def _died(self) -> list[Child]:
+        died = []
+        while self._dying:
+            child = self._dying.popleft()
+            exit_code = exit_code_of(child.pid) if child.exit_code is None else None
+            if exit_code is not None and exit_code < 0:  # others take what they leave with them
+                self._hear_last(child)
+                child.end(exit_code)
+                died.append(child)
+        return died
+
+    def _note_death(self, child: Child) -> None:
+        """(a thread)"""
+        self._dying.append(child)
+        self.wake()
+
+    def _hear_last(self, child: Child) -> None:
+        if child.warm_fd >= 0:
+            self._selector.unregister(child.warm_fd)
+            with contextlib.suppress(BlockingIOError):  # nothing was said since
+                child.read_message()
 
     def _drop_warm_fd(self, child: Child) -> None:
         self._selector.unregister(child.warm_fd)
@@ -481,31 +511,28 @@ class Nursery:
         deadline = time.monotonic() + grace_s
         while self._any_alive(stopping) and not hurry() and (left_s := deadline - time.monotonic()) > 0:
             self.wait(left_s)
-        self.kill(stopping)
+        self.kill([*stopping, *(child for child in self.children if child.exit_code is not None)])
 
     def kill(self, children: Iterable[Child]) -> None:
         """Kills and reaps them. One that does not end is reported and abandoned."""
-        killed = [child for child in children if child.exit_code is None]
+        killed = [child for child in children if not child.gone]
         for child in killed:
             child.kill_group()
         deadline = time.monotonic() + KILL_WAIT_S
         while self._any_alive(killed) and (left_s := deadline - time.monotonic()) > 0:
             self.wait(left_s)
         for child in killed:
-            if child.exit_code is None:
+            if not child.gone:
                 _name_undead(child.pid)
 
     @staticmethod
     def _any_alive(children: list[Child]) -> bool:
-        return any(child.exit_code is None for child in children)
+        return not all(child.gone for child in children)
 
     def close(self) -> None:
-        """Kills the remaining children. Adopted orphans are left running."""
         self.kill(list(self.children))
         self._drop_server()
-        for pidfd in self._adopted:
-            os.close(pidfd)
-        self._adopted.clear()
         self._selector.close()
         os.close(self._wake_read)
         os.close(self._wake_write)
+        self._wake_write = -1  # a thread that waits for a death may come later

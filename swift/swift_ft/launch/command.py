@@ -2,7 +2,6 @@
 
 import argparse
 import enum
-import hashlib
 import importlib.util
 import math
 import os
@@ -37,7 +36,7 @@ from swift_ft.text import (
     ENV_ALLOW_INEXACT,
     ENV_SPARES,
     LAUNCHER_SETTINGS,
-    NAME_PATTERN,
+    job_called,
     scheme_of,
     tell,
     whole_number,
@@ -77,18 +76,15 @@ class Meeting(enum.Enum):
     """They meet at the coordinator."""
 
 
-def job_name(run_id: str) -> str:
-    """Returns a job name derived from a rendezvous id. If the grammar does not allow it, dashes replace what is
-    forbidden, and a digest follows: two ids are two jobs."""
-    name = run_id.replace("/", "~")
-    if NAME_PATTERN.fullmatch(name):
-        return name
-    digest = hashlib.sha256(run_id.encode(errors="surrogateescape")).hexdigest()[:8]
-    return f"{re.sub('[^A-Za-z0-9._~-]', '-', name).lstrip('._~-')[:55] or 'job'}-{digest}"
+def job_name(args: argparse.Namespace) -> str:
+    """Returns the job's name. Raises UsageError if only the rendezvous id is given, and is no name."""
+    try:
+        return args.job or job_called(args.rdzv_id)
+    except UsageError as error:
+        raise UsageError(f"run: --rdzv-id: {error}; or give another one with --job") from None
 
 
 def name_of(script: str) -> str:
-    """Returns a job name made from the name of the script or module."""
     name = os.path.basename(script).removesuffix(".py").rpartition(".")[2].lower()
     return re.sub("[^a-z0-9._-]", "-", name).lstrip("._-")[:40] or "job"
 
@@ -130,7 +126,6 @@ def choose_meeting(args: argparse.Namespace) -> Meeting:
 
 
 def machines_of(text: str) -> tuple[int, int]:
-    """Returns how many machines there are at least and at most (--nnodes). Raises UsageError."""
     least, _, most = text.partition(":")
     found = whole_number(least), whole_number(most or least)
     if found[0] is None or found[1] is None or not 0 < found[0] <= found[1]:
@@ -139,7 +134,6 @@ def machines_of(text: str) -> tuple[int, int]:
 
 
 def ranks_of(text: str) -> int:
-    """Returns the number of this machine's ranks (--nproc-per-node). Raises UsageError."""
     number = whole_number(text)
     if text in ("auto", "cpu", "gpu", "xpu"):
         run = import_with_extra("torch.distributed.run", "run", "train")
@@ -153,7 +147,6 @@ def ranks_of(text: str) -> int:
 
 
 def endpoint_of(args: argparse.Namespace) -> tuple[str, int]:
-    """Returns the first machine's address, where machines have numbers. Raises UsageError."""
     if not args.rdzv_endpoint:
         return args.master_addr or LOOPBACK, args.master_port or STORE_PORT
     if ":" not in args.rdzv_endpoint:
@@ -163,7 +156,6 @@ def endpoint_of(args: argparse.Namespace) -> tuple[str, int]:
 
 
 def configs_of(text: str) -> dict[str, str]:
-    """Returns the settings of --rdzv-conf. Raises ValueError."""
     configs = {}
     for word in filter(None, text.split(",")):
         key, _, value = (part.strip() for part in word.partition("="))
@@ -174,7 +166,6 @@ def configs_of(text: str) -> dict[str, str]:
 
 
 def numbers_of(text: str) -> frozenset[int] | None:
-    """Returns the local ranks whose output is shown (--local-ranks-filter); None: all. Raises UsageError."""
     numbers = [whole_number(word) for word in text.split(",") if text]
     if None in numbers:
         raise UsageError(f"run: --local-ranks-filter {text}: numbers with commas between them, such as 0,1")
@@ -222,7 +213,7 @@ def make_plan(argv: Sequence[str]) -> LaunchPlan:
     nodes = machines_of(args.nnodes)
     if meeting is Meeting.NUMBERED and not 0 <= (args.node_rank or 0) < nodes[1]:
         raise UsageError(f"run: --node-rank {args.node_rank}: 0 to {nodes[1] - 1}")
-    name = args.job or job_name(args.rdzv_id)
+    name = job_name(args)
     standalone = Standalone.of(name) if args.standalone else None
     adopted = args.from_checkpoints or ""
     checkpoints = args.checkpoint_dir or (standalone and standalone.checkpoints) or _home_of(adopted, name)
@@ -241,7 +232,6 @@ def make_plan(argv: Sequence[str]) -> LaunchPlan:
         monitor_interval=args.monitor_interval,
         local_addr=args.local_addr,
         signals=signals,
-        virtual_local_rank=args.virtual_local_rank,
     )
     redirects = streams if isinstance(streams, dict) else dict.fromkeys(range(nproc), streams)
     _tell_ranks(args)

@@ -65,7 +65,6 @@ def outcome_of(exit_codes: set[int], line: str, exit_code: int = 0) -> Outcome:
 
 
 def describe_exit(exit_code: int, why: str = "") -> str:
-    """Returns words. `why`: what is known of a signal's cause."""
     if exit_code >= 0:
         return f"exit code {exit_code}"
     try:
@@ -109,21 +108,12 @@ def delay_s(deaths: int) -> float:
     return 0.0 if deaths <= 2 else min(DELAY_LAST_S, DELAY_FIRST_S * 2.0 ** min(deaths - 3, 16))
 
 
-def judge_check(rank: int, why: str, failed: int, situation: Situation) -> Verdict:
-    """Returns the response to a failed health check of a place. `failed`: checks since its last process ended, this one
-    included. REPLACE: it is checked again after `check_delay_s`."""
-    return _judge_place(
-        f"rank {rank}: its place has failed the health check ({why})", "checked", failed, situation
-    )
-
-
-def judge_start(rank: int, why: str, failed: int, situation: Situation) -> Verdict:
-    return _judge_place(f"rank {rank}: {why}", "tried", failed, situation)
-
-
-def _judge_place(said: str, done: str, failed: int, situation: Situation) -> Verdict:
+def judge_place(said: str, failed: int, situation: Situation) -> Verdict:
+    """Returns the response to a place that cannot be used: it has failed its health check, or no process can be started
+    there. `failed`: how often that was so since its last process ended, this time included. REPLACE: it is tried again
+    after `check_delay_s`."""
     if failed < CHECKS_MAX:
-        return Verdict(action=Action.REPLACE, reason=f"{said}: {done} again in {check_delay_s(failed):g} s")
+        return Verdict(action=Action.REPLACE, reason=f"{said}: tried again in {check_delay_s(failed):g} s")
     said = f"{said}, {CHECKS_MAX} times in a row"
     if situation.finished:
         return Verdict(action=Action.LOST, exit_code=1, reason=f"{said}, after the job had finished")
@@ -133,5 +123,4 @@ def _judge_place(said: str, done: str, failed: int, situation: Situation) -> Ver
 
 
 def check_delay_s(failed: int) -> float:
-    """Returns how long a place waits for its next health check, or the next start of a process."""
     return min(DELAY_LAST_S, CHECK_DELAY_FIRST_S * 2.0 ** min(failed - 1, 16))

@@ -26,7 +26,7 @@ LAST_CHECKPOINT_S_DEFAULT = 15.0
 PRELOAD_DEFAULT = (
     "torch,torch.distributed,torch.distributed.pipelining,torch.distributed.checkpoint,"
     "torch.utils.serialization.config,fsspec.core,grpc,grpc._channel,grpc.experimental,"
-    "swift_ft.rpc.client,swift_ft.train.session"
+    "swift_ft.rpc.client,swift_ft.train.session,swift_ft.comm.gloo"
 )
 
 
@@ -383,10 +383,6 @@ def _add_torchrun(group: _Group) -> None:
         metavar="SECONDS",
         help=f"Time between SIGTERM and SIGKILL of a rank (default {GRACE_S_DEFAULT:g}).",
     )
-    switch(
-        "--virtual-local-rank",
-        help="Every rank has LOCAL_RANK 0, and its device alone in CUDA_VISIBLE_DEVICES.",
-    )
 
 
 REFUSED = {
@@ -398,9 +394,10 @@ REFUSED = {
     "--duplicate-stderr-filters": "use --log-dir with --redirects",
     "--tee": "use --log-dir with --redirects",
     "--event-log-handler": "the launcher's events go to $SWIFT_EVENTS",
+    "--virtual-local-rank": "the script chooses its device by LOCAL_RANK",
 }
 """Flags that make no sense with children of this launcher, or are not implemented; and what to do."""
-_SWITCHES = ("--no-python", "--run-path")
+_SWITCHES = ("--no-python", "--run-path", "--virtual-local-rank")
 _NOTHING = {"--tee": "0", "--event-log-handler": "null"}
 """Values that ask for nothing, as scripts give them."""
 
@@ -416,7 +413,6 @@ def _add_refused(group: _Group) -> None:
 
 
 def check_refused(args: argparse.Namespace) -> None:
-    """Raises UsageError for a flag of torchrun's that is not supported."""
     for flag, way in REFUSED.items():
         value = getattr(args, flag[2:].replace("-", "_"))
         if value and value != _NOTHING.get(flag):

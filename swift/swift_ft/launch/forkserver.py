@@ -11,7 +11,7 @@
 (child)    leads a session of its own, asks the kernel to die with the launcher, sends its pid, and goes on
            as any worker (`swift_ft.launch.worker`).
 (server)   ``{"pid": 4711}``, or ``{"error": "why"}``: the launcher then starts a new interpreter.
-(launcher) stops adopting. A trainer that died in between has left it its own children: the nursery reaps them.
+(launcher) stops adopting. What a trainer has left that died in between stays the launcher's, too.
 """
 
 import contextlib
@@ -25,7 +25,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from swift_ft.launch import worker
@@ -36,7 +35,6 @@ FORK_S_MAX = 10.0
 _MESSAGE_BYTES_MAX = 1 << 16
 _REASON_MAX = 500
 _PR_SET_CHILD_SUBREAPER = 36
-_PR_GET_CHILD_SUBREAPER = 37
 
 # The launcher's side. All of it runs in its main thread.
 
@@ -45,28 +43,17 @@ class ForkFailed(Exception):
     """Raised if no child was forked; the server may be dead. Caught by the nursery."""
 
 
-def own_children() -> set[int]:
-    """Returns the pids of the main thread's children, zombies and adopted orphans included. Empty if the kernel does
-    not list them."""
-    pid = os.getpid()
-    with contextlib.suppress(OSError):
-        return set(map(int, Path(f"/proc/self/task/{pid}/children").read_text().split()))
-    return set()
-
-
 @contextlib.contextmanager
 def adopting() -> Iterator[None]:
     """Makes orphaned descendants children of this process instead of init's, for the duration of the context. Raises
     ForkFailed if the kernel does not allow it."""
     libc = ctypes.CDLL(None, use_errno=True)
-    before = ctypes.c_int()
-    libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise ForkFailed(f"prctl(PR_SET_CHILD_SUBREAPER): {os.strerror(ctypes.get_errno())}")
     try:
         yield
     finally:
-        libc.prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 class ForkServer:
@@ -123,7 +110,6 @@ class ForkServer:
         return answer
 
     def close(self, timeout_s: float) -> bool:
-        """Kills and reaps it. Returns False if it does not end in time."""
         self._process.kill()  # first, so that it does not report a closed line
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
@@ -234,7 +220,7 @@ def serve(line: socket.socket, launcher_pid: int) -> list[int] | None:
     """Forks at every request. Returns in a child, with its descriptors; in the server, with None, once the line is
     closed."""
     while True:
-        message, fds, _, _ = socket.recv_fds(line, _MESSAGE_BYTES_MAX, 3, socket.MSG_CMSG_CLOEXEC)
+        message, fds, _, _ = socket.recv_fds(line, _MESSAGE_BYTES_MAX, 4, socket.MSG_CMSG_CLOEXEC)
         if not message:
             return None
         try:
@@ -269,10 +255,10 @@ def main(argv: list[str]) -> None:
     line.close()
     if fds is None:
         return
-    control_fd, warm_fd, word_fd = fds
+    control_fd, warm_fd, word_fd, life_fd = fds
     os.environ[worker.ENV_WORD_FD] = str(word_fd)
     threading.main_thread()._native_id = threading.get_native_id()  # type: ignore[attr-defined]
-    worker.work(control_fd, warm_fd)
+    worker.work(control_fd, warm_fd, life_fd)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from swift_ft import events
 from swift_ft.errors import ServiceError, UsageError
-from swift_ft.launch.children import Nursery, dying_with_launcher
+from swift_ft.launch.children import Child, Nursery, dying_with_launcher
 from swift_ft.launch.decisions import describe_exit
 from swift_ft.text import last_line
 
@@ -40,7 +40,6 @@ class HealthCheck:
 
     @classmethod
     def parse(cls, text: str, limit_s: float) -> "HealthCheck":
-        """Parses the command line. Raises UsageError for an unknown command."""
         named = f"run: --health-check {text}"
         if not 0 < limit_s < 86400:
             raise UsageError(f"run: --health-check-s {limit_s:g}: seconds, more than 0")
@@ -54,14 +53,6 @@ class HealthCheck:
             there = os.sep in words[0] and os.path.isfile(words[0])
             raise UsageError(f"{named}: {'it is not executable' if there else 'there is no such command'}")
         return cls(words=words, limit_s=limit_s)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Result:
-    fit: bool
-    reason: str = ""
-    """If unfit: how the check ended, and its last line of output."""
-    seconds: float = 0.0
 
 
 class Check:
@@ -79,31 +70,26 @@ class Check:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        self._pidfd = os.pidfd_open(self._process.pid)
-
-    def fileno(self) -> int:
-        """Returns a descriptor that is readable once the check has ended."""
-        return self._pidfd
+        self.pidfd = os.pidfd_open(self._process.pid)
 
     @property
     def left_s(self) -> float:
         return self._began + self.limit_s - events.now()
 
-    def end(self, why: str = "") -> Result:
-        """Reaps it, after killing the processes left in its session. `why`: the reason if it had to be killed."""
+    def end(self, why: str = "") -> str:
+        """Reaps it, after killing the processes left in its session. `why`: the reason if it had to be killed. Returns
+        how the check ended, and its last line of output; empty if the place is fit."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)  # not reaped yet, so the pid is still its own
         try:
             exit_code = self._process.wait(KILL_WAIT_S)
         except subprocess.TimeoutExpired:  # it hangs in the kernel; subprocess reaps it later
             exit_code = -signal.SIGKILL
-        os.close(self._pidfd)
-        seconds = round(events.now() - self._began, 6)
+        os.close(self.pidfd)
         line = self._last_line()
         if exit_code == 0 and not why:
-            return Result(fit=True, seconds=seconds)
-        reason = ": ".join(filter(None, [why or describe_exit(exit_code), line]))
-        return Result(fit=False, reason=reason, seconds=seconds)
+            return ""
+        return ": ".join(filter(None, [why or describe_exit(exit_code), line]))
 
     def _last_line(self) -> str:
         with self._output as output:
@@ -114,14 +100,14 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Waiting:
+    lost: Child
+    """Its last process, which may not have left its ports, files and devices yet."""
     at: float
     """The earliest time; infinite while it is being checked."""
     reason: str
     """How its last process ended."""
     generation: int
     """The generation in which its last process ended."""
-    incarnation: str
-    """The incarnation of its last process."""
     fit: bool = False
     """It has passed the health check, or there is none."""
     failures: int = 0
@@ -142,7 +128,8 @@ class WaitingPlaces:
         self._environment = environment
         self._waiting: dict[int, Waiting] = {}
         self._running: dict[int, Check] = {}
-        self._ended: list[tuple[int, Result]] = []
+        self._ended: list[tuple[int, str]] = []
+        """Place, and why it is not fit."""
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
@@ -150,20 +137,15 @@ class WaitingPlaces:
     def __contains__(self, local_rank: object) -> bool:
         return local_rank in self._waiting
 
-    def add(self, local_rank: int, at: float, reason: str, generation: int, incarnation: str) -> None:
+    def add(self, local_rank: int, lost: Child, *, at: float, reason: str, generation: int) -> None:
         self._waiting[local_rank] = Waiting(
-            at=at,
-            reason=reason,
-            generation=generation,
-            incarnation=incarnation,
-            fit=self._check is None,
+            lost=lost, at=at, reason=reason, generation=generation, fit=self._check is None
         )
 
     def put_off(self, local_rank: int, at: float) -> None:
         self._waiting[local_rank] = replace(self._waiting[local_rank], at=at)
 
     def requeue(self, local_rank: int, waiting: Waiting) -> int:
-        """Puts back a ready place whose process could not be started. Returns the failures since its last process."""
         failures = waiting.failures + 1
         self._waiting[local_rank] = replace(waiting, failures=failures)
         return failures
@@ -180,13 +162,13 @@ class WaitingPlaces:
 
     def patience_s(self, longest_s: float) -> float:
         now = events.now()
-        waits = [waiting.at - now for waiting in self._waiting.values()]
+        waits = [waiting.at - now for waiting in self._waiting.values() if waiting.lost.gone]
         return max(0.0, min([longest_s, *waits, *(check.left_s for check in self._running.values())]))
 
     def ready(self) -> Iterator[tuple[int, Waiting]]:
         """Yields the places that get a process now. Begins the health checks that are due."""
         for local_rank, waiting in list(self._waiting.items()):
-            if waiting.at > events.now():
+            if waiting.at > events.now() or not waiting.lost.gone:
                 continue
             if waiting.fit:
                 del self._waiting[local_rank]
@@ -200,14 +182,14 @@ class WaitingPlaces:
         call."""
         self._end_late()
         ended, self._ended = self._ended, []
-        for local_rank, result in ended:
+        for local_rank, unfit in ended:
             waiting = self._waiting.get(local_rank)
             if waiting is None:  # the place does not wait any more
                 continue
-            failures = waiting.failures + (not result.fit)
-            self._waiting[local_rank] = replace(waiting, at=events.now(), fit=result.fit, failures=failures)
-            if not result.fit:
-                yield local_rank, result.reason, failures
+            failures = waiting.failures + bool(unfit)
+            self._waiting[local_rank] = replace(waiting, at=events.now(), fit=not unfit, failures=failures)
+            if unfit:
+                yield local_rank, unfit, failures
 
     def check_all(self, count: int, patience_s: float, look_around: Callable[[], None]) -> None:
         """Waits for the health checks of all places, before any process is started. Raises ServiceError if one is
@@ -220,8 +202,8 @@ class WaitingPlaces:
             self._nursery.wait(self.patience_s(patience_s))
             self._end_late()
             look_around()
-        ended, self._ended = sorted(self._ended, key=lambda ended: ended[0]), []
-        unfit = [f"local rank {number}: {result.reason}" for number, result in ended if not result.fit]
+        ended, self._ended = sorted(self._ended), []
+        unfit = [f"local rank {number}: {why}" for number, why in ended if why]
         if unfit:
             raise ServiceError(f"run: the health check has failed: {'; '.join(unfit)}")
 
@@ -237,21 +219,19 @@ class WaitingPlaces:
     def _begin(self, local_rank: int, because: str) -> None:
         assert self._check is not None
         env = {**os.environ, **self._environment(local_rank), "SWIFT_HEALTH_CHECK": because}
-        events.emit("place_check_begin", local_rank=local_rank, because=because)
         try:
             check = self._running[local_rank] = Check(self._check, env)
         except OSError as error:
-            self._note(local_rank, Result(fit=False, reason=f"it cannot be started: {error.strerror}"))
+            self._note(local_rank, f"it cannot be started: {error.strerror}")
             return
-        self._nursery.attend(check, lambda: self._end(local_rank))
+        self._nursery.attend(check.pidfd, lambda: self._end(local_rank))
 
     def _end(self, local_rank: int, why: str = "") -> None:
         check = self._running.pop(local_rank)
-        self._nursery.ignore(check)
+        self._nursery.ignore(check.pidfd)
         self._note(local_rank, check.end(why))
 
-    def _note(self, local_rank: int, result: Result) -> None:
-        self._ended.append((local_rank, result))
+    def _note(self, local_rank: int, unfit: str) -> None:
+        self._ended.append((local_rank, unfit))
         self._nursery.wake()
-        told = {"fit": result.fit, "reason": result.reason, "check_s": result.seconds}
-        events.emit("place_checked", local_rank=local_rank, **told)
+        events.emit("place_checked", local_rank=local_rank, fit=not unfit, reason=unfit)

@@ -57,7 +57,6 @@ class LaunchSettings:
     monitor_interval: float
     local_addr: str | None
     signals: list[signal.Signals]
-    virtual_local_rank: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +107,6 @@ class Output:
     """Holds LOCAL_RANK/stdout.log and stderr.log."""
 
     def file(self, local_rank: int, stream: Std, name: str) -> str | None:
-        """Returns the file of one stream; None: the launcher's own."""
         if self.run_dir is not None and self.redirects.get(local_rank, Std.NONE) & stream:
             return str(self.rank_dir(local_rank) / name)
         if self.shown is not None and local_rank not in self.shown:
@@ -147,9 +145,6 @@ def place_env(machine: LaunchSettings, local_rank: int, job: RankProgram) -> dic
     }
     if job.checkpoint_dir is not None:
         env["SWIFT_CHECKPOINT_DIR"] = job.checkpoint_dir
-    if machine.virtual_local_rank:
-        env["LOCAL_RANK"] = "0"
-        env["CUDA_VISIBLE_DEVICES"] = _device_of(local_rank)
     return env
 
 
@@ -196,18 +191,6 @@ def rank_env(
     if job.from_version is not None:
         env["SWIFT_FROM_VERSION"] = str(job.from_version)
     return env
-
-
-def _device_of(local_rank: int) -> str:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return str(local_rank)
-    devices = visible.split(",")
-    if local_rank >= len(devices):
-        raise UsageError(
-            f"local rank {local_rank} has no device in CUDA_VISIBLE_DEVICES={visible}: name more"
-        )
-    return devices[local_rank].strip()
 
 
 def make_program(job: RankProgram, output: Output, local_rank: int, env: dict[str, str]) -> Program:

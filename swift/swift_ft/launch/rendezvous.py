@@ -53,8 +53,6 @@ def open_store(
 
 
 class Rendezvous(ABC):
-    """How a machine gets its place."""
-
     _store: "TCPStore | None" = None
     """(the first machine) The store for trainers that want one."""
 

@@ -56,7 +56,6 @@ def _say_unfit(reason: str) -> None:
 
 
 def _summary(plan: LaunchPlan, coordinator: str) -> list[str]:
-    """Returns the lines with which a job with services of its own begins."""
     assert plan.standalone is not None
     directory, job = f"./{plan.standalone.directory}", plan.job
     count = plan.config.nproc_per_node
@@ -113,20 +112,7 @@ def _run_ranks(plan: LaunchPlan, nursery: Nursery, gate: SignalGate, services: S
     try:
         with gate.raising():
             rendezvous = _make_rendezvous(plan, nursery.wake, services)
-        agent = ReplacingAgent(
-            plan.config,
-            machines=rendezvous,
-            job=plan.job,
-            output=plan.output,
-            spare_count=plan.spare_count,
-            warms_up=plan.warms_up,
-            grace_s=plan.grace_s,
-            nursery=nursery,
-            link=link,
-            gate=gate,
-            last_checkpoint_s=plan.last_checkpoint_s,
-            health_check=plan.health_check,
-        )
+        agent = ReplacingAgent(plan, machines=rendezvous, nursery=nursery, link=link, gate=gate)
         agent.run()
     except NotNeeded as reason:
         return Outcome(exit_code=0, line=f"swift: this machine is not needed: {reason}")

@@ -40,17 +40,13 @@ SPARE_FAILURES_MAX = 3
 """Spares that may die in a row before they are warm; then no more are started."""
 WARM_UP_FAILURES_MAX = 3
 """Warm-ups that may fail in a row; then no more are started."""
-AGAIN_S = 2.0
-AGAIN_S_MAX = 60.0
-"""Seconds until a warm-up that the job has interrupted is tried again; doubled at each repetition up to this limit. The
-same holds for the failed start of a spare."""
+AGAIN_S = 10.0
+"""Seconds until a warm-up that the job has interrupted is tried again, and the failed start of a spare."""
 WARM_UP_S_MAX = 900.0
 """Seconds after which a warm-up is ended: it may wait for an event that does not come."""
 
 
 class Spares:
-    """The spares of one launcher. Used by its main thread."""
-
     def __init__(
         self, nursery: Nursery, count: int, *, warm_up: Callable[[int, str], Program] | None
     ) -> None:
@@ -64,10 +60,8 @@ class Spares:
         self._warm_up_began = 0.0
         self._next_warm_up = 0.0
         """The earliest time of the next warm-up."""
-        self._again_s = AGAIN_S
         self._next_start = 0.0
-        """The earliest time of a spare's next start."""
-        self._start_again_s = AGAIN_S
+        """The earliest time of a spare's next start, after one that has failed; 0: none has."""
 
     def begin(self, ranks: int) -> None:
         """Starts the first processes: one for each rank, and the spares. Raises StartFailed if a rank's process cannot
@@ -85,12 +79,11 @@ class Spares:
             child = self.spawn()
         except StartFailed as error:
             events.emit("spare_not_started", reason=str(error))
-            if self._start_again_s == AGAIN_S:
+            if not self._next_start:
                 tell(f"a spare is missing, and tried again later: {error}")
-            self._next_start = events.now() + self._start_again_s
-            self._start_again_s = min(AGAIN_S_MAX, 2 * self._start_again_s)
+            self._next_start = events.now() + AGAIN_S
             return None
-        self._start_again_s = AGAIN_S
+        self._next_start = 0.0
         return child
 
     def spawn(self) -> Child:
@@ -125,7 +118,12 @@ class Spares:
             return
         # Also without spares, so that the next replacement finds a fork server.
         forks = self._nursery.tend()
-        plain = sum(child.kept_for is None for child in self._nursery.spares)
+        spares = self._nursery.spares
+        if view is not None and view.log_places:
+            for child in spares:
+                if child.warm and not child.prepared and not child.warming:
+                    child.prepare()
+        plain = sum(child.kept_for is None for child in spares)
         if forks and plain < self.count:
             self._start()
         elif view is not None and view.state == pb.RUNNING and view.checkpoints:
@@ -165,12 +163,11 @@ class Spares:
         child.warming = False
         events.emit("warmed_up", rank=child.kept_for, pid=child.pid, **warmed)
         if not warmed["why_not"]:
-            child.warmed_up, self._warm_up_failures, self._again_s = True, 0, AGAIN_S
+            child.warmed_up, self._warm_up_failures = True, 0
             return
         child.discard()
         if warmed["passing"]:
-            self._next_warm_up = events.now() + self._again_s
-            self._again_s = min(AGAIN_S_MAX, 2 * self._again_s)
+            self._next_warm_up = events.now() + AGAIN_S
         else:
             self._count_warm_up_failure(warmed["why_not"])
 
@@ -199,8 +196,6 @@ REHEARSAL_S_MAX = 900.0
 
 
 class Rehearsals:
-    """The rehearsals of one launcher. Used by its main thread."""
-
     def __init__(
         self, nursery: Nursery, link: CoordinatorLink, program: Callable[[int, str, int], Program]
     ) -> None:

@@ -34,8 +34,6 @@ _LOOK_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Standalone:
-    """The directory of a job's own services."""
-
     directory: Path
     lock: int = -1
     """A descriptor of the lock on it, which the services inherit: a later launcher waits for their end."""
@@ -103,12 +101,8 @@ class _Service:
                 pass_fds=[self._lock],
                 start_new_session=True,
             )
-        self._pidfd = os.pidfd_open(self.process.pid)
+        self.pidfd = os.pidfd_open(self.process.pid)
         events.emit("service_started", service=self.name, pid=self.process.pid)
-
-    def fileno(self) -> int:
-        """Returns a descriptor that is readable once it has ended."""
-        return self._pidfd
 
     def await_address(self) -> str:
         """Returns where it serves. Raises ServiceError if it ends instead, or takes too long."""
@@ -125,12 +119,11 @@ class _Service:
         return self.address
 
     def ended_words(self) -> str:
-        """Returns how it has ended, with its last line."""
         line = last_line(self.said.read_text(errors="replace")) or "it has said nothing"
         return f"the job's {self.name} has ended ({describe_exit(self.process.wait())}): {line}"
 
     def start_again(self) -> None:
-        os.close(self._pidfd)
+        os.close(self.pidfd)
         self._start()
 
     def end(self) -> None:
@@ -138,12 +131,10 @@ class _Service:
             self.process.wait(END_S_MAX)
         self.process.kill()
         self.process.wait()
-        os.close(self._pidfd)
+        os.close(self.pidfd)
 
 
 class Services:
-    """The services of a job's own. Used by the launcher's main thread."""
-
     def __init__(self, standalone: Standalone, nursery: Nursery, say: Callable[[str], None]) -> None:
         self._nursery = nursery
         self._say = say
@@ -166,10 +157,10 @@ class Services:
         return service
 
     def _attend(self, service: _Service) -> None:
-        self._nursery.attend(service, lambda: self._on_end(service))
+        self._nursery.attend(service.pidfd, lambda: self._on_end(service))
 
     def _on_end(self, service: _Service) -> None:
-        self._nursery.ignore(service)
+        self._nursery.ignore(service.pidfd)
         words = service.ended_words()
         events.emit("service_ended", service=service.name, code=service.process.returncode)
         if service.process.returncode >= 0:  # it says why, and would say it again
@@ -180,7 +171,6 @@ class Services:
         self._attend(service)
 
     def close(self) -> None:
-        """Ends both, and releases the directory."""
         for service in self._services:
             with contextlib.suppress(ProcessLookupError):
                 service.process.send_signal(signal.SIGTERM)

@@ -2,7 +2,7 @@
 
 A child that the fork server has forked (`swift_ft.launch.forkserver`) begins at `work`; any other is started as
 
-    python -u -m swift_ft.launch.worker CONTROL_FD WARM_FD LAUNCHER_PID PATH0 MODULE,MODULE...
+    python -u -m swift_ft.launch.worker CONTROL_FD WARM_FD LIFE_FD LAUNCHER_PID PATH0 MODULE,MODULE...
 
 (launcher) spawns it, with the environment that ranks get: torch reads OMP_NUM_THREADS when it is imported.
 (worker)   asks the kernel to die with the launcher, makes PATH0 the first entry of sys.path as it will be for
@@ -43,7 +43,8 @@ from typing import BinaryIO, NoReturn
 
 from swift_ft import events, reinitialization, warm_up
 from swift_ft.errors import JobFailed, SwiftError, UsageError
-from swift_ft.text import tell
+from swift_ft.launch.death import hold
+from swift_ft.text import outlive_readers, tell
 
 # Process titles for `ps` and `top`: a forked rank would otherwise show the fork server's command line.
 
@@ -183,10 +184,21 @@ def draw_alike() -> None:
         sys.modules["torch"].manual_seed(0)
 
 
+PREPARE = b"prepare\n"
+"""Line by which a spare starts the process that a rank with a session needs beside it."""
+
+
 def read_program(control: BinaryIO) -> Program | None:
     """Waits for the assignment. Returns None if the launcher closed the pipe."""
-    line = control.readline()
+    while (line := control.readline()) == PREPARE:
+        _prepare()
     return Program.from_line(line) if line.endswith(b"\n") else None
+
+
+def _prepare() -> None:
+    from swift_ft.log import sidecar_client  # imports gRPC, which a script without a session does not need
+
+    sidecar_client.start_ahead(sidecar_client.SidecarWriter.module)
 
 
 def _redirect(path: str | None, fd: int) -> None:
@@ -285,15 +297,15 @@ def _has_word(error: SwiftError) -> bool:
 
 def main(argv: list[str]) -> None:
     try:
-        path0, modules = argv[3:]
-        control_fd, warm_fd, launcher_pid = (int(arg) for arg in argv[:3])
+        path0, modules = argv[4:]
+        control_fd, warm_fd, life_fd, launcher_pid = (int(arg) for arg in argv[:4])
     except ValueError:
         tell("swift_ft.launch.worker is started by `swift-ft run`, not by hand")
         sys.exit(2)
     die_with(launcher_pid)
     begin_path(path0)
     preload(modules)
-    work(control_fd, warm_fd)
+    work(control_fd, warm_fd, life_fd)
 
 
 def begin_path(path0: str) -> None:
@@ -305,9 +317,11 @@ def begin_path(path0: str) -> None:
     sys.path.insert(0, path0)
 
 
-def work(control_fd: int, warm_fd: int) -> None:
+def work(control_fd: int, warm_fd: int, life_fd: int) -> None:
     """Signals that the process is warm, waits for its assignment and becomes that rank."""
     set_title("swift-spare", f"swift-ft: spare of launcher {os.getppid()}")
+    outlive_readers()
+    hold(life_fd)
     _say(warm_fd, b"w")
     with os.fdopen(control_fd, "rb") as control:
         assignment = read_program(control)

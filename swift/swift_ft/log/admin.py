@@ -12,30 +12,6 @@ from swift_ft.log.record import Steps
 
 
 @dataclass(frozen=True, slots=True)
-class StreamInventory:
-    """Records of one stream on one server. `next_sequence` and `durable_sequence` are exclusive bounds."""
-
-    stream: str
-    records: int
-    bytes: int
-    trimmed_below_step: int
-    first_step: int | None
-    last_step: int | None
-    """`first_step` and `last_step` are None if there is no record."""
-    next_sequence: int
-    durable_sequence: int
-    corrupt: bool
-    reason: str
-    first_sequence: int = 0
-    holes: tuple[str, ...] = ()
-    quarantined: str = ""
-    unlogged: Steps | None = None
-    """Range from the first to the last step that the stream's writer has declared incomplete."""
-    marks: int = 0
-    """Number of records that are such declarations; the others are tensors."""
-
-
-@dataclass(frozen=True, slots=True)
 class JobSpace:
     trimmed_below_step: int
     wants_checkpoint: str
@@ -57,60 +33,49 @@ def _stub(address: str) -> Iterator["log_pb2_grpc.LogStub"]:
         channel.close()
 
 
-def fence(address: str, job: str, generation: int, timeout_s: float, *, held: bool = False) -> None:
+def fence(address: str, job: str, generation: int, timeout_s: float, *, held: bool = False) -> str:
     """Grants ``generation``: from now on the server accepts appends of no other one. When this returns, the grant and
     all appends of older generations are durable. Raises StaleGeneration if a newer one is already granted. ``held``:
-    the server was granted a generation of the job before; raises UnknownJob if it was restarted without the job."""
+    the server was granted a generation of the job before; raises UnknownJob if it was restarted without the job.
+
+    Returns where the server has what it moves to an object store; empty if it moves nothing."""
     with _stub(address) as stub:
         request = log_pb2.FenceRequest(job=job, generation=generation, held=held)
-        stub.Fence(request, timeout=timeout_s, wait_for_ready=True)
+        return str(stub.Fence(request, timeout=timeout_s, wait_for_ready=True).cold)
 
 
-def trim(address: str, job: str, below_step: int, timeout_s: float) -> int:
+def trim(address: str, job: str, below_step: int, timeout_s: float, cold: str = "") -> int:
     """Drops the steps below ``below_step``. Returns the step below which everything is dropped now. It is lower than
-    requested while a reader uses older steps; the server continues once those readers are done."""
+    requested while a reader uses older steps; the server continues once those readers are done. ``cold``: drops instead
+    what a lost server has moved there."""
     with _stub(address) as stub:
-        request = log_pb2.TrimRequest(job=job, below_step=below_step)
+        request = log_pb2.TrimRequest(job=job, below_step=below_step, cold=cold)
         reply = stub.Trim(request, timeout=timeout_s, wait_for_ready=True)
         return int(reply.trimmed_below_step)
 
 
-def reset(address: str, job: str, generation: int, timeout_s: float, *, number: int = 0) -> None:
+def reset(address: str, job: str, generation: int, timeout_s: float, *, number: int = 0) -> str:
     """(all ranks restore a checkpoint, because the log cannot be trusted) Drops every record of the job, and all
     knowledge of damage. ``generation`` must be the granted one. Each reset is done once, however late or often it is
-    requested. ``number`` distinguishes the resets of one generation, and increases."""
+    requested. ``number`` distinguishes the resets of one generation, and increases. Returns as `fence` does."""
     with _stub(address) as stub:
         request = log_pb2.ResetRequest(job=job, generation=generation, number=number)
-        stub.Reset(request, timeout=timeout_s, wait_for_ready=True)
+        return str(stub.Reset(request, timeout=timeout_s, wait_for_ready=True).cold)
 
 
-def inventory(address: str, job: str, timeout_s: float) -> list[StreamInventory]:
-    """Returns the job's streams on the server; empty for an unknown job."""
+def inventory(address: str, job: str, timeout_s: float, cold: str = "") -> list[log_pb2.StreamInventory]:
+    """Returns the job's streams on the server; empty for an unknown job. ``cold``: those that a lost server has moved
+    there, in their stead."""
     with _stub(address) as stub:
-        request = log_pb2.InventoryRequest(job=job)
-        reply = stub.Inventory(request, timeout=timeout_s, wait_for_ready=True)
-    return [
-        StreamInventory(
-            stream=stream.stream,
-            records=stream.records,
-            bytes=stream.bytes,
-            trimmed_below_step=reply.trimmed_below_step,
-            first_step=stream.first_step if stream.has_records else None,
-            last_step=stream.last_step if stream.has_records else None,
-            next_sequence=stream.next_sequence,
-            durable_sequence=stream.durable_sequence,
-            corrupt=stream.corrupt,
-            reason=stream.reason,
-            first_sequence=stream.first_sequence,
-            holes=tuple(stream.holes),
-            quarantined=stream.quarantined,
-            unlogged=Steps(stream.unlogged_from_step, stream.unlogged_to_step)
-            if stream.HasField("unlogged_from_step")
-            else None,
-            marks=stream.marks,
-        )
-        for stream in reply.streams
-    ]
+        request = log_pb2.InventoryRequest(job=job, cold=cold)
+        return list(stub.Inventory(request, timeout=timeout_s, wait_for_ready=True).streams)
+
+
+def unlogged(stream: log_pb2.StreamInventory) -> Steps | None:
+    """Returns the range from the first to the last step that the stream's writer has declared incomplete."""
+    if not stream.HasField("unlogged_from_step"):
+        return None
+    return Steps(stream.unlogged_from_step, stream.unlogged_to_step)
 
 
 def status(

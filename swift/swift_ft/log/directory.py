@@ -4,11 +4,12 @@
 
     DIRECTORY/.lock               held by the one server of this directory
     DIRECTORY/.reserve            space released when the disk is full, so that a trim can be recorded
-    DIRECTORY/.dropped-<job>-…    tombstone: a dropped job, until its files are removed
+    DIRECTORY/.dropped-<job>-…    tombstone: a dropped job, until its files and objects are removed
     DIRECTORY/.granted-<job>      uid of the job of that name, and its last generation
     DIRECTORY/.acked              acknowledged sequence of each stream
     DIRECTORY/<job>/.manifest     generation, trim, and the minimum that each stream must hold
-    DIRECTORY/<job>/<stream>/<first sequence>.seg
+    DIRECTORY/<job>/<stream>/<first sequence>.seg, or .cold: stub of a segment that was moved to an object store
+    DIRECTORY/.cold               URL of that store
 """
 
 import fcntl
@@ -41,6 +42,7 @@ from swift_ft.log.manifest import (
 )
 from swift_ft.log.record import NAME_PATTERN, check_name
 from swift_ft.log.segment import SEQUENCE_MAX, SUFFIX
+from swift_ft.log.stub import COLD_SUFFIX, URL_BYTES_MAX
 
 # Format of `.acked`, the acknowledged sequence of each stream (docs/format.md). Only the server writes the file.
 #
@@ -105,7 +107,8 @@ LOCK = ".lock"
 RESERVE = ".reserve"
 DROPPED = ".dropped-"
 _GRAVE = re.compile(rf"{re.escape(DROPPED)}{NAME_PATTERN.pattern}-[0-9a-f]{{12}}")
-SEGMENTS = f"{'[0-9]' * 20}{SUFFIX}"
+_FIRST = "[0-9]" * 20
+SEGMENTS = f"{_FIRST}{SUFFIX}"
 """Glob pattern of a stream's segment files."""
 
 
@@ -147,7 +150,19 @@ def check_job(directory: Path, job: str) -> None:
 
 
 def segment_paths(directory: Path, job: str, stream: str) -> list[Path]:
-    return sorted((directory / job / stream).glob(SEGMENTS))
+    """Returns the segments and, of those that were moved, the stubs, in order."""
+    folder = directory / job / stream
+    # A kill may leave a stub beside its segment, which counts.
+    found = {path.stem: path for suffix in (COLD_SUFFIX, SUFFIX) for path in folder.glob(f"{_FIRST}{suffix}")}
+    return [found[first] for first in sorted(found)]
+
+
+def cold_url(directory: Path) -> str:
+    """Returns the URL of the store that has moved segments; empty if there is none. Raises OSError."""
+    try:
+        return read_regular(directory / COLD_SUFFIX, URL_BYTES_MAX).decode(errors="replace").strip()
+    except FileNotFoundError:
+        return ""
 
 
 def load_manifest(directory: Path, job: str) -> JobMeta:
@@ -158,7 +173,7 @@ def load_manifest(directory: Path, job: str) -> JobMeta:
         meta = decode_manifest(read_regular(path, MANIFEST_BYTES_MAX))
         problem = problem_of(job, meta, _granted(directory, job))
     except FileNotFoundError:
-        if any((directory / job).glob(f"*/{SEGMENTS}")):
+        if any((directory / job).glob(f"*/{_FIRST}.*")):
             raise ServiceError(
                 f"{path} is missing: the granted generation of job {job} is unknown; "
                 "restore it, or drop the job (--drop-job)"
@@ -224,38 +239,26 @@ def forget_job(directory: Path, job: str) -> Path:
 
 
 def remove_forgotten(directory: Path) -> None:
-    """(the directory's owner) Removes all tombstones and releases their space."""
+    """(the directory's owner) Removes all tombstones and releases their space. If there is an object store, manifests
+    stay: by them the next server removes the objects."""
     for grave in directory.glob(f"{DROPPED}*"):
         if is_grave(grave.name) and grave.is_dir() and not grave.is_symlink():
-            shutil.rmtree(grave)
+            for stream in sub_directories(grave):
+                shutil.rmtree(grave / stream)
+            if not (directory / COLD_SUFFIX).exists():
+                shutil.rmtree(grave)
 
 
 def server_runs(directory: Path) -> bool | None:
     """Returns whether a log server runs on the directory; None if the system does not show locks. Reads /proc/locks,
     because trying the lock could prevent a server from starting."""
     try:
-        return any(words[1] == "FLOCK" for words in _locks(directory))
+        lock = os.stat(directory / LOCK)
+        locks = Path("/proc/locks").read_text().splitlines()
     except OSError:
         return None
-
-
-def _locks(directory: Path) -> list[list[str]]:
-    """Returns the lines of /proc/locks about the directory's lock, as words."""
-    lock = os.stat(directory / LOCK)
     here = f"{os.major(lock.st_dev):02x}:{os.minor(lock.st_dev):02x}:{lock.st_ino}"
-    lines = map(str.split, Path("/proc/locks").read_text().splitlines())
-    return [words for words in lines if len(words) > 5 and here in words]
-
-
-def held_by_strangers(directory: Path) -> bool:
-    """Returns whether the lock is held only by users who could not run a log server on this directory: not its owner,
-    not root, not this process's user. (Older lock files could be opened by all users.) False if unknown."""
-    try:
-        users = {os.stat(f"/proc/{words[4]}").st_uid for words in _locks(directory)}
-        servers = {0, os.geteuid(), os.stat(directory).st_uid, os.stat(directory / LOCK).st_uid}
-    except OSError:
-        return False
-    return bool(users) and not users & servers
+    return any(words[1] == "FLOCK" for words in map(str.split, locks) if len(words) > 5 and here in words)
 
 
 @contextmanager

@@ -127,10 +127,6 @@ def decompress(header: FrameHeader, stored: memoryview) -> memoryview:
         raise RecordCorrupt(f"{header.key}: {error}") from None
 
 
-def checksum(body: Bytes) -> int:
-    return crc32c.crc32c(body)
-
-
 def encode_header(header: FrameHeader) -> bytes:
     """Returns the frame's header with dimensions and checksum: 128 + 8 ndim bytes."""
     dims = struct.pack(f"<{len(header.shape)}Q", *header.shape)
@@ -282,7 +278,8 @@ def decode_body(header: FrameHeader, stored: memoryview) -> Record:
 # of the call begins with the rest of that body. So a large record is sent in messages of a few megabytes.
 
 MESSAGE_BYTES = 2 << 20
-"""Largest message that is sent, except for a header. gRPC is fastest with 2 to 4 MiB."""
+"""Largest message that a writer sends, except for a header; a reader gets up to two of them in one. gRPC is fastest
+with 2 to 4 MiB."""
 
 
 @dataclass(slots=True)
@@ -295,7 +292,7 @@ class _Begun:
 
 class Assembler:
     def __init__(self, body_bytes_max: int) -> None:
-        self._body_bytes_max = body_bytes_max
+        self.body_bytes_max = body_bytes_max
         self._begun: _Begun | None = None
 
     def feed(self, frames: memoryview) -> Iterator[tuple[FrameHeader, list[memoryview]]]:
@@ -303,7 +300,7 @@ class Assembler:
         memory with the messages. Raises FrameIncomplete, RecordInvalid, FrameOversize, RecordCorrupt."""
         while frames:
             if self._begun is None:
-                header = decode_header(frames, 0, self._body_bytes_max)
+                header = decode_header(frames, 0, self.body_bytes_max)
                 self._begun = _Begun(header, [], header.frame_bytes, 0)
                 body_at = header.header_bytes
             else:

@@ -1,7 +1,8 @@
 """The client side of a connection to one log server, and the mapping of its refusals to our errors."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
+from typing import NamedTuple
 
 import grpc
 
@@ -32,6 +33,8 @@ SERVICE = "swift.log.v1.Log"
 REASON_KEY = "swift-reason"
 VERSION_KEY = "swift-version"
 """Metadata key in a health answer: the server's version of swift-ft."""
+MEMORY_KEY = "swift-memory"
+"""Metadata key in a log server's health answer: the name of the socket that takes the memory of writers."""
 TIME_KEY = "swift-time"
 """Metadata key in a health answer: the server's wall clock, in seconds since 1970."""
 
@@ -155,28 +158,36 @@ def split_frames(message: bytes) -> memoryview | None:
     return None
 
 
-_ERRORS: dict[str, type[SwiftError]] = {
-    Reason.STALE_GENERATION: StaleGeneration,
-    Reason.NOT_GRANTED: StaleGeneration,
-    Reason.GAP: SequenceConflict,
-    Reason.CONFLICT: SequenceConflict,
-    Reason.CORRUPT: RecordCorrupt,
-    Reason.TRIMMED: RecordTrimmed,
-    Reason.INVALID: UsageError,
-    Reason.OVERSIZE: UsageError,
-    Reason.FULL: LogUnavailable,
-    Reason.OVER_QUOTA: LogUnavailable,
-    Reason.LIVES: ServiceError,
-    Reason.UNKNOWN: UnknownJob,
-    Reason.APART: JobSetApart,
-    Reason.BUSY: LogUnavailable,
-    Reason.CLOSED: LogUnavailable,
-    Reason.DRAINING: LogUnavailable,
-    Reason.LIMIT: LogUnavailable,
-    Reason.INTERNAL: ServiceError,
-    Reason.UNAUTHENTICATED: AccessDenied,
-    Reason.DENIED: AccessDenied,
+class Kind(NamedTuple):
+    status: grpc.StatusCode
+    error: type[SwiftError]
+    """What the caller raises."""
+
+
+KINDS: Mapping[str, Kind] = {
+    Reason.STALE_GENERATION: Kind(grpc.StatusCode.FAILED_PRECONDITION, StaleGeneration),
+    Reason.NOT_GRANTED: Kind(grpc.StatusCode.FAILED_PRECONDITION, StaleGeneration),
+    Reason.NOT_OPEN: Kind(grpc.StatusCode.FAILED_PRECONDITION, ServiceError),
+    Reason.GAP: Kind(grpc.StatusCode.OUT_OF_RANGE, SequenceConflict),
+    Reason.CONFLICT: Kind(grpc.StatusCode.ALREADY_EXISTS, SequenceConflict),
+    Reason.CORRUPT: Kind(grpc.StatusCode.DATA_LOSS, RecordCorrupt),
+    Reason.INVALID: Kind(grpc.StatusCode.INVALID_ARGUMENT, UsageError),
+    Reason.OVERSIZE: Kind(grpc.StatusCode.RESOURCE_EXHAUSTED, UsageError),
+    Reason.TRIMMED: Kind(grpc.StatusCode.NOT_FOUND, RecordTrimmed),
+    Reason.FULL: Kind(grpc.StatusCode.RESOURCE_EXHAUSTED, LogUnavailable),
+    Reason.OVER_QUOTA: Kind(grpc.StatusCode.RESOURCE_EXHAUSTED, LogUnavailable),
+    Reason.LIVES: Kind(grpc.StatusCode.FAILED_PRECONDITION, ServiceError),
+    Reason.UNKNOWN: Kind(grpc.StatusCode.NOT_FOUND, UnknownJob),
+    Reason.APART: Kind(grpc.StatusCode.DATA_LOSS, JobSetApart),
+    Reason.BUSY: Kind(grpc.StatusCode.UNAVAILABLE, LogUnavailable),
+    Reason.CLOSED: Kind(grpc.StatusCode.UNAVAILABLE, LogUnavailable),
+    Reason.DRAINING: Kind(grpc.StatusCode.UNAVAILABLE, LogUnavailable),
+    Reason.LIMIT: Kind(grpc.StatusCode.RESOURCE_EXHAUSTED, LogUnavailable),
+    Reason.INTERNAL: Kind(grpc.StatusCode.INTERNAL, ServiceError),
+    Reason.UNAUTHENTICATED: Kind(grpc.StatusCode.UNAUTHENTICATED, AccessDenied),
+    Reason.DENIED: Kind(grpc.StatusCode.PERMISSION_DENIED, AccessDenied),
 }
+"""How a call with this reason ends."""
 
 
 def open_channel(address: str) -> grpc.Channel:
@@ -214,9 +225,9 @@ def message_of(error: grpc.RpcError) -> str:
 
 def as_error(address: str, error: grpc.RpcError) -> SwiftError:
     reason = reason_of(error)
-    kind = _ERRORS.get(reason)
+    kind = KINDS.get(reason)
     if kind is not None:
-        return kind(message_of(error))
+        return kind.error(message_of(error))
     code = code_of(error)
     if code is grpc.StatusCode.UNIMPLEMENTED or credentials.is_another_service(message_of(error)):
         return UsageError(f"at {address} is another service, not a log server")

@@ -1,9 +1,10 @@
 """The reading end of the log, in a rank that replays."""
 
+import re
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -34,7 +35,8 @@ from swift_ft.log.protocol import (
     reason_of,
     split_frames,
 )
-from swift_ft.log.record import MARK_SLOT, Record, RecordKey, check_name, declared
+from swift_ft.log.record import MARK_SLOT, STEP_MAX, Record, RecordKey, check_name, declared, stream_tag
+from swift_ft.log.shared_memory import KNOWN, LentFiles, ask_for_files
 
 # A part of a stream, for a reader that does not need all of it.
 
@@ -58,6 +60,24 @@ class ReadFilter:
             or key.step >= self.below_step
             or key.slot == MARK_SLOT
         )
+
+
+_MOVED = re.compile(r"(.+)/([0-9a-f]{32}/[0-9]+\.[0-9]+)/([0-9]+)")
+
+
+class _Source:
+    """A copy that a plan names: a server, or a part that a lost server has moved, and the server that reads it."""
+
+    def __init__(self, text: str) -> None:
+        match = _MOVED.fullmatch(text)
+        self.address, self.cold = (match[1], match[2]) if match else (text, "")
+        self.below_step = int(match[3]) if match else STEP_MAX + 1
+
+
+def lost_copy(address: str, cold: str, below_step: int) -> str:
+    """Returns the name of the copy that a lost server has moved: its records of steps below ``below_step``, which the
+    server at ``address`` reads from the folder ``cold`` of the store that both have."""
+    return f"{address}/{cold}/{below_step}"
 
 
 _CALL_TIMEOUT_S = 30.0
@@ -86,7 +106,8 @@ class LogReader:
     """Reader of all streams of a job, from the servers that hold them. Thread-safe.
 
     ``servers``: the servers that hold a copy, the best first, by stream or for all streams. Sequences differ between
-    copies, so a record is identified by its key, and must have the same digest in all copies.
+    copies, so a record is identified by its key, and must have the same digest in all copies. A copy may be a part that
+    a lost server has moved to an object store (`lost_copy`); such parts come first.
     """
 
     def __init__(
@@ -135,16 +156,20 @@ class LogReader:
         ``server``, or of the first copy that can answer. Raises RecordTrimmed, RecordCorrupt, LogUnavailable,
         AccessDenied, and LogInterrupted if ``cancelled()`` is true while it waits for a server."""
         copies = [server] if server else self._copies(stream)
+        moved: dict[RecordKey, bytes] = {}
         for address in copies[:-1]:
             try:
-                return self._digests(address, stream, from_step, timeout_s)
+                found = self._digests(address, stream, from_step, timeout_s)
             except (LogUnavailable, RecordCorrupt, RecordTrimmed):
                 continue
+            if not _Source(address).cold:
+                return moved | found
+            moved |= found
         # The last server may be restarting, or may be about to be replaced.
         deadline = time.monotonic() + timeout_s
         while True:
             try:
-                return self._digests(copies[-1], stream, from_step, timeout_s)
+                return moved | self._digests(copies[-1], stream, from_step, timeout_s)
             except LogUnavailable:
                 if cancelled():
                     raise LogInterrupted(f"asking for the digests of {stream} was called off") from None
@@ -164,8 +189,9 @@ class LogReader:
         return Holdings(frozenset(stream.stream for stream in reply.streams), reply.trimmed_below_step)
 
     def _digests(self, address: str, stream: str, from_step: int, timeout_s: float) -> dict[RecordKey, bytes]:
-        request = log_pb2.DigestsRequest(job=self.job, stream=stream, from_step=from_step)
-        stub = log_pb2_grpc.LogStub(self._channel(address))
+        source = _Source(address)
+        request = log_pb2.DigestsRequest(job=self.job, stream=stream, from_step=from_step, cold=source.cold)
+        stub = log_pb2_grpc.LogStub(self._channel(source.address))
         deadline = time.monotonic() + timeout_s
         while True:
             digest_by_key: dict[RecordKey, bytes] = {}
@@ -173,7 +199,9 @@ class LogReader:
             try:
                 for reply in stub.Digests(request, timeout=left):
                     for record in reply.records:
-                        digest_by_key[RecordKey(record.step, record.microbatch, record.slot)] = record.digest
+                        if record.step < source.below_step:
+                            key = RecordKey(record.step, record.microbatch, record.slot)
+                            digest_by_key[key] = record.digest
                 return digest_by_key
             except grpc.RpcError as error:
                 # As in `StreamCursor._retry`.
@@ -191,7 +219,7 @@ class LogReader:
         with self._lock:
             number = next(number for number in count() if self._cursors[number] < _CURSORS_PER_CONNECTION)
             self._cursors[number] += 1
-        copies = [(address, self._channel(address, number)) for address in addresses]
+        copies = [(address, self._channel(_Source(address).address, number)) for address in addresses]
         over = partial(self._over, number)
         return StreamCursor(copies, self.job, stream, from_step, self._prefetch_bytes, share, over)
 
@@ -205,6 +233,62 @@ class LogReader:
             for channel in self._channels.values():
                 channel.close()
             self._channels.clear()
+
+
+class _Arrivals:
+    """What one Read call brings: frames, and places of frames in files that the server lends."""
+
+    def __init__(self, tag: int) -> None:
+        """``tag``: the stream's."""
+        self._tag = tag
+        self._assembler = Assembler(BODY_BYTES_MAX)
+        self._files: LentFiles | None = None
+
+    @property
+    def are_lent(self) -> bool:
+        return self._files is not None
+
+    def frames(self, message: bytes) -> Iterator[tuple[FrameHeader, list[memoryview]]]:
+        """Yields as `Assembler.feed`. Raises OSError for a file that cannot be read."""
+        frames = split_frames(message)
+        if frames is not None:
+            yield from self._assembler.feed(frames)
+            return
+        reply = log_pb2.ReadReply.FromString(message)
+        if reply.file_socket and self._files is None:
+            self._files = ask_for_files(reply.file_socket, reply.file_key)
+        if reply.lent:
+            if self._files is None:
+                raise OSError("files that were not asked for")
+            yield from self._lent(self._files, reply.lent)
+        yield from self._assembler.feed(memoryview(reply.frames))
+
+    def _lent(
+        self, files: LentFiles, lent: Sequence[log_pb2.Lent]
+    ) -> Iterator[tuple[FrameHeader, list[memoryview]]]:
+        """Yields the frames at these places. They must be those that the server's index has there."""
+        expected = b"".join(each.known for each in lent)
+        known = deque(KNOWN.iter_unpack(expected[: len(expected) // KNOWN.size * KNOWN.size]))
+        for part in files.read((each.file, each.offset, each.size) for each in lent):
+            for header, parts in self._assembler.feed(part):
+                key = header.key
+                found = (
+                    header.sequence,
+                    header.generation,
+                    key.step,
+                    key.microbatch,
+                    key.slot,
+                    header.digest,
+                )
+                if header.stream_tag != self._tag or not known or found != known.popleft():
+                    raise RecordCorrupt(f"{key}: another record is in its place")
+                yield header, parts
+        if known:  # a larger one is in its place
+            raise RecordCorrupt(f"{len(known)} records are not in their places")
+
+    def close(self) -> None:
+        if self._files is not None:
+            self._files.close()
 
 
 class StreamCursor:
@@ -241,9 +325,11 @@ class StreamCursor:
         self._held_bytes = 0
         self._waiting = 0
         self._next_sequence = 0
+        self._below_step = 0
         self._error: SwiftError | None = None
         self._trouble = ""
         self._call: grpc.Call | None = None
+        self._near = True  # a server on this machine lends its files
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"log-cursor-{stream}", daemon=True)
         self._thread.start()
@@ -313,6 +399,8 @@ class StreamCursor:
             with self._cond:
                 if self._closed:
                     return
+                source = _Source(self._address)
+                self._below_step = source.below_step
                 request = log_pb2.ReadRequest(
                     job=self._job,
                     stream=self.stream,
@@ -320,37 +408,44 @@ class StreamCursor:
                     from_sequence=self._next_sequence,
                     follow=True,
                     share=_share_message(self._share),
+                    cold=source.cold,
+                    near=self._near,
                 )
                 # With other copies left, the call does not wait for a server to come back.
                 read = self._copies[0][1]
                 call = self._call = read(request, wait_for_ready=len(self._copies) == 1)
-            assembler = Assembler(BODY_BYTES_MAX)
+            arrivals = _Arrivals(stream_tag(self._job, self.stream))
             try:
                 for message in call:
-                    self._take(message, assembler)
+                    self._take(arrivals.frames(message))
+                if source.cold and not self._next_copy(RecordMissing(f"{self._address} ends"), refused=True):
+                    return
             except grpc.RpcError as error:
                 if not self._retry(error):
                     return
-            except SwiftError as error:
+            except (SwiftError, OSError) as error:
                 call.cancel()
-                if not self._next_copy(error, refused=True):
+                if isinstance(error, OSError) or arrivals.are_lent:
+                    self._near = False  # the server reads it, and says what is wrong
+                elif not self._next_copy(error, refused=True):
                     return
+            finally:
+                arrivals.close()
             with self._cond:
                 self._cond.wait_for(lambda: self._closed, _RETRY_S)
 
-    def _take(self, message: bytes, assembler: Assembler) -> None:
-        frames = split_frames(message)
-        if frames is None:
-            frames = memoryview(log_pb2.ReadReply.FromString(message).frames)
+    def _take(self, frames: Iterable[tuple[FrameHeader, list[memoryview]]]) -> None:
         try:
-            for header, parts in assembler.feed(frames):
+            for header, parts in frames:
                 self._keep(header, parts)
+                with self._cond:
+                    self._cond.wait_for(
+                        lambda: self._closed or self._waiting > 0 or self._held_bytes < self._prefetch_bytes
+                    )
+                    if self._closed:
+                        return
         except FrameIncomplete as error:
             raise RecordCorrupt(f"{self.stream}: {error}") from None
-        with self._cond:
-            self._cond.wait_for(
-                lambda: self._closed or self._waiting > 0 or self._held_bytes < self._prefetch_bytes
-            )
 
     def _keep(self, header: FrameHeader, parts: list[memoryview]) -> None:
         if self._share is not None and not self._share.has(header.key):  # an older server sends everything
@@ -360,12 +455,14 @@ class StreamCursor:
         frame = parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
         record = decode_body(header, frame[header.header_bytes :])
         with self._cond:
-            self._next_sequence = record.sequence + 1
-            if record.key.slot == MARK_SLOT:
+            if record.key.step >= self._below_step:
+                pass  # its server has gone on after it was given up
+            elif record.key.slot == MARK_SLOT:
                 self._marks.append(record.key)
             elif record.key.step >= self._from_step and self._is_new(record):
                 self._records[record.key] = record
                 self._held_bytes += record.body.nbytes
+            self._next_sequence = record.sequence + 1
             self._cond.notify_all()
 
     def _retry(self, error: grpc.RpcError) -> bool:
@@ -392,8 +489,8 @@ class StreamCursor:
         the error set, if no copy is left."""
         with self._cond:
             left = self._copies.pop(0)
-            if not refused:
-                self._copies.append(left)
+            if not refused:  # without a part that was moved the rest is of no use
+                self._copies.insert(0 if _Source(left[0]).cold else len(self._copies), left)
             if not self._copies:
                 self._error = error
                 self._cond.notify_all()

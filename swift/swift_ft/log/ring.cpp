@@ -27,7 +27,7 @@
 namespace {
 
 constexpr uint64_t kControl = 64 << 10;  // the control area's size
-constexpr uint64_t kHead = 64, kTail = 128, kConsumerWaits = 192;  // offsets in the control area
+constexpr uint64_t kHead = 64, kTail = 128, kWakeAt = 192;  // offsets in the control area
 constexpr uint64_t kHeader = 128, kAlign = 64, kPadding = 2;
 constexpr uint64_t kSmall = 64 << 10;       // copied by the caller: waking a thread costs as much
 constexpr uint64_t kPiece = 128 << 10;      // of a body, for one thread: some 20 us
@@ -59,9 +59,10 @@ struct Ring {
 
     void publish(uint64_t end) {
         word(kHead).store(end, std::memory_order_release);
-        // The consumer says that it sleeps, then looks at the head once more: one of the two sees the other.
+        // The consumer says when to be woken, then looks at the head once more: one of the two sees the other.
         std::atomic_thread_fence(std::memory_order_seq_cst);
-        if (word(kConsumerWaits).load(std::memory_order_relaxed) && word(kConsumerWaits).exchange(0)) {
+        const uint64_t at = word(kWakeAt).load(std::memory_order_relaxed);
+        if (at && at <= end && word(kWakeAt).exchange(0)) {
             const uint64_t one = 1;
             while (write(wake, &one, sizeof one) < 0 && errno == EINTR) {
             }

@@ -3,10 +3,12 @@
 It is a memfd that the sidecar inherits: it has no file name, and the kernel frees it with the last process that has it
 open. Native byte order; both ends are processes of one machine and one installation.
 
-    control, 64 KiB       0  magic, 8 capacity, 64 head, 128 tail, 192 the consumer sleeps, 256 the producer waits,
+    control, 64 KiB       0  magic, 8 capacity, 64 head, 128 tail,
+                          192 the head at which to wake the consumer (0: never), 256 the producer waits,
                           320 floor step, 328 resent, 336 the position from which the floor holds,
                           344 bytes per second that the log accepts (0: not known yet), 352 records are urgent,
-                          384 and 448 counts of records, bytes, stored bytes, verified, each preceded by the tail
+                          360 when the trainer last renewed its lease (monotonic nanoseconds),
+                          384 and 448 counts of records, bytes, verified, each preceded by the tail
                           that they belong to: they change together with it; 512 the servers of copies 0 and 1
        at 4096, 128 each  streams, by number: name [64], acknowledged sequence of each copy [2] (-1: none yet)
     data, `capacity`      records, one after the other, each at a multiple of 64 bytes
@@ -69,8 +71,8 @@ _MADV_POPULATE_READ = 22
 
 
 class Word:
-    MAGIC, CAPACITY, HEAD, TAIL, CONSUMER_SLEEPS, PRODUCER_WAITS = 0, 8, 64, 128, 192, 256
-    FLOOR, RESENT, FLOOR_AT, PACE, URGENT = 320, 328, 336, 344, 352
+    MAGIC, CAPACITY, HEAD, TAIL, WAKE_AT, PRODUCER_WAITS = 0, 8, 64, 128, 192, 256
+    FLOOR, RESENT, FLOOR_AT, PACE, URGENT, RENEWED = 320, 328, 336, 344, 352, 360
     COUNTS, SERVERS = (384, 448), (512, 520)
 
 
@@ -79,7 +81,6 @@ class Counts(NamedTuple):
 
     records: int = 0
     bytes: int = 0
-    stored_bytes: int = 0
     verified: int = 0
 
 
@@ -196,7 +197,7 @@ class Memory:
             tail = self.load(Word.TAIL)
             for at in Word.COUNTS:
                 if self.load(at) == tail:
-                    counted = Counts(*(self.load(at + 8 * index) for index in range(1, 5)))
+                    counted = Counts(*(self.load(at + 8 * index) for index in range(1, 4)))
                     if self.load(at) == tail:
                         return counted
 
@@ -421,8 +422,8 @@ class PlainProducer:
         if head == self._memory.load(Word.HEAD):
             return
         self._memory.store(Word.HEAD, head)
-        if self._memory.load(Word.CONSUMER_SLEEPS):
-            self._memory.store(Word.CONSUMER_SLEEPS, 0)
+        if 0 < self._memory.load(Word.WAKE_AT) <= head:
+            self._memory.store(Word.WAKE_AT, 0)
             os.eventfd_write(self._wake, 1)
 
     def wait(self, position: int) -> None:
@@ -450,6 +451,11 @@ class RingEntry:
     dtype: str
     shape: tuple[int, ...]
     body: memoryview
+
+    @property
+    def place(self) -> int:
+        """Where its body begins in the memory; -1 if it is empty."""
+        return CONTROL_BYTES + self.at + HEADER_BYTES if self.body else -1
 
     def sequence(self, copy: int) -> int:
         """Returns its sequence in that copy; -1 before it was first sent there."""
@@ -509,16 +515,12 @@ class Consumer:
         """Bytes that `next` has not read yet."""
         return self._memory.load(Word.HEAD) - self.position
 
-    def sleep(self, timeout_s: float) -> None:
-        self._memory.store(Word.CONSUMER_SLEEPS, 1)
-        if not self.unread and self._poll.poll(timeout_s * 1000):
+    def sleep(self, timeout_s: float, enough: int = 1) -> None:
+        """Sleeps until `enough` bytes are unread or another thread or the producer wakes it, at most `timeout_s`."""
+        self._memory.store(Word.WAKE_AT, self.position + enough)
+        if self.unread < enough and self._poll.poll(timeout_s * 1000):
             os.eventfd_read(self._wake)
-        self._memory.store(Word.CONSUMER_SLEEPS, 0)
-
-    def nap(self, timeout_s: float) -> None:
-        """Waits until woken, at most `timeout_s`. New records do not wake it."""
-        if self._poll.poll(timeout_s * 1000):
-            os.eventfd_read(self._wake)
+        self._memory.store(Word.WAKE_AT, 0)
 
     def wake(self) -> None:
         os.eventfd_write(self._wake, 1)

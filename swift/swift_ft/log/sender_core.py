@@ -23,6 +23,7 @@ from swift_ft.errors import LogUnavailable, SequenceConflict, StaleGeneration, S
 from swift_ft.log.frame import BODY_BYTES_MAX, MESSAGE_BYTES, Bytes, FrameHeader, cut, encode_header
 from swift_ft.log.protocol import Reason, frames_message
 from swift_ft.log.record import RecordKey, stream_tag
+from swift_ft.log.shared_memory import PLACE
 
 BATCH_BYTES = 1 << 20
 """Message size at which no more records are added to it."""
@@ -91,6 +92,8 @@ class Outgoing:
     stored: Bytes
     body_crc: int
     digest: bytes
+    place: int = -1
+    """Where ``stored`` begins in the writer's memory; -1: it is not there."""
     sequence: int = -1
 
     def header(self, tag: int, generation: int) -> bytes:
@@ -124,6 +127,13 @@ class _Stream:
     sent: deque[Outgoing] = field(default_factory=deque)
 
 
+def _message(parts: list[Bytes], size: int, shared: bool) -> bytes:
+    """Returns an AppendRequest, encoded. ``size``: of the frames."""
+    if shared:
+        return log_pb2.AppendRequest(shared=b"".join(parts)).SerializeToString()
+    return frames_message(parts, size)
+
+
 class LinkCore:
     """State of one writer's streams on one server. ``now`` is monotonic seconds."""
 
@@ -143,6 +153,7 @@ class LinkCore:
         self._rest: deque[Bytes] = deque()  # unsent pieces of the record begun last; sent before all else
         self._rest_of = ("", 0)  # that record's stream and sequence
         self._credit = 0
+        self._shared = False  # the server has the writer's memory
         self._body_bytes_max = BODY_BYTES_MAX
         self._error: SwiftError | None = None  # until the next generation
         self._stale = ""  # the server's message, until the next generation
@@ -225,6 +236,7 @@ class LinkCore:
         if self.pending:
             self.meter.busy(now)
         self._credit = 0
+        self._shared = False
         self._rest.clear()
         for stream in self._streams.values():
             stream.asked = stream.opened = False
@@ -232,6 +244,10 @@ class LinkCore:
             stream.unsent.extendleft(reversed(stream.sent))
             stream.sent.clear()
         return self.call_number
+
+    def share(self, number: int) -> None:
+        """The server of this call has taken the writer's memory."""
+        self._shared = self._shared or number == self.call_number
 
     def end_call(self) -> None:
         self.call_number += 1
@@ -258,31 +274,41 @@ class LinkCore:
             return log_pb2.AppendRequest(opens=opens).SerializeToString()
         parts: list[Bytes] = []
         size = 0
+        shared = False
         if self._rest and self._credit > 0:
             parts.append(self._rest.popleft())
             size += len(parts[0])
             self._credit -= len(parts[0])
         for stream in self._streams.values():
             while self._may_send(stream) and size < BATCH_BYTES:
-                if len(stream.unsent[0].stored) > self._body_bytes_max:
-                    self._refuse_size(stream.unsent[0])
+                record = stream.unsent[0]
+                if len(record.stored) > self._body_bytes_max:
+                    self._refuse_size(record)
                     return None
-                first, *rest = cut(stream.unsent[0].stored)
-                if parts and size + len(first) > MESSAGE_BYTES:
-                    return frames_message(parts, size)  # it begins the next message
-                record = stream.unsent.popleft()
-                if record.sequence < 0:
-                    assert stream.next_sequence is not None
-                    record.sequence = stream.next_sequence
-                    stream.next_sequence += 1
-                stream.sent.append(record)
-                header = record.header(stream.tag, self._generation)
-                self._rest.extend(rest)
-                self._rest_of = (stream.name, record.sequence)
-                parts += (header, first)
-                size += len(header) + len(first)
-                self._credit -= len(header) + len(first)
-        return frames_message(parts, size) if parts else None
+                in_memory = self._shared and record.place >= 0
+                first, *rest = (b"",) if in_memory else cut(record.stored)
+                if parts and (in_memory is not shared or size + len(first) > MESSAGE_BYTES):
+                    return _message(parts, size, shared)  # it begins the next message
+                shared = in_memory
+                header = self._send(stream)
+                parts += (header, PLACE.pack(record.place) if shared else first)
+                cost = len(header) + len(record.stored if shared else first)
+                size += cost
+                self._credit -= cost
+                if rest:
+                    self._rest.extend(rest)
+                    self._rest_of = (stream.name, record.sequence)
+        return _message(parts, size, shared) if parts else None
+
+    def _send(self, stream: _Stream) -> bytes:
+        """Moves the next record to ``sent``. Returns its header."""
+        record = stream.unsent.popleft()
+        if record.sequence < 0:
+            assert stream.next_sequence is not None
+            record.sequence = stream.next_sequence
+            stream.next_sequence += 1
+        stream.sent.append(record)
+        return record.header(stream.tag, self._generation)
 
     def _may_send(self, stream: _Stream) -> bool:
         return stream.opened and bool(stream.unsent) and self._credit > 0 and not self._rest

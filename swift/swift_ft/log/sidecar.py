@@ -1,7 +1,8 @@
 """The sidecar: a child process of a trainer that sends the records in the trainer's ring to the log.
 
     (trainer)  SidecarWriter starts ``python -m swift_ft.log.sidecar`` with a socket, the ring and a pidfd of its own
-    (main)     reads the ring, hands records to the writer; the writer digests, compares, compresses, sends
+    (main)     reads the ring: digests, compares and compresses records, and hands them to a link per server
+    (links)    send records, and read the servers' acknowledgements
     (control)  answers the trainer's requests; when the trainer is gone, drains the ring and ends the process
     (watch)    reports to the trainer when the log has a problem, and when it has recovered
 
@@ -13,7 +14,6 @@ Requests and answers are lines of JSON: ``{"id": 3, "do": "flush", …}``, ``{"i
 """
 
 import argparse
-import functools
 import json
 import os
 import select
@@ -22,11 +22,12 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+import crc32c
 import grpc
 
 from swift_ft import errors, events
@@ -34,25 +35,27 @@ from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft._pb import coordinator_pb2_grpc as pb_grpc
 from swift_ft.credentials import open_channel
 from swift_ft.errors import (
+    Divergence,
     LogUnavailable,
     RecordCorrupt,
     RecordTrimmed,
     ServiceError,
     StaleGeneration,
     SwiftError,
+    UsageError,
 )
+from swift_ft.log.codec import check_codec, compress
+from swift_ft.log.frame import CODECS
 from swift_ft.log.memory import keep_freed_memory
 from swift_ft.log.placement import COPIES_MAX, PATIENCE_S
 from swift_ft.log.reader import LogReader
-from swift_ft.log.record import RecordKey
+from swift_ft.log.record import DTYPE_BY_NAME, RecordKey, check_name, digest_of
 from swift_ft.log.ring import STREAMS_MAX, Consumer, Counts, Memory, RingEntry, Word
-from swift_ft.log.sender import Delivery, Item
+from swift_ft.log.sender import Link, differs_words
 from swift_ft.log.sender_core import BATCH_BYTES, Outgoing
 from swift_ft.logs import end_process_on_uncaught
 
 # Messages between a trainer and its sidecar: lines of JSON, described in the module's docstring.
-
-_EXPECT_AT_ONCE = 500
 
 Message = dict[str, Any]
 
@@ -70,64 +73,16 @@ def error_from_json(value: Message | None) -> SwiftError | None:
     return kind(value["message"])
 
 
-def expectations(stream: str, server: str, digests: Mapping[RecordKey, bytes]) -> list[Message]:
-    """Returns the "expect" requests for these digests, each of bounded size."""
-    out: list[Message] = []
-    rest = iter(digests.items())
-    while part := list(islice(rest, _EXPECT_AT_ONCE)):
-        numbers = [[key.step, key.microbatch, key.slot, digest.hex()] for key, digest in part]
-        out.append({"do": "expect", "stream": stream, "server": server, "digests": numbers})
-    return out
-
-
-class Expectations:
-    """Records that the servers are known to hold, kept for a sidecar's successor. The caller holds a lock."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[str, str], dict[RecordKey, bytes]] = {}
-
-    def add(self, stream: str, server: str, digests: Mapping[RecordKey, bytes]) -> None:
-        """Adds records of a server. Raises RecordCorrupt as `Delivery.expect` does, because a successor could not
-        start with contradicting digests."""
-        for (other_stream, other), known in self._known.items():
-            for key in known.keys() & digests.keys() if other_stream == stream else ():
-                if known[key] != digests[key]:
-                    raise RecordCorrupt(
-                        f"{stream} {key} differs between its copies (on {other} {known[key].hex()}; on {server} "
-                        f"{digests[key].hex()})"
-                    )
-        self._known.setdefault((stream, server), {}).update(digests)
-
-    def keep(self, servers: Collection[str]) -> None:
-        """Forgets the records of all other servers."""
-        self._known = {where: known for where, known in self._known.items() if where[1] in servers}
-
-    def forget_below(self, step: int) -> None:
-        left = {
-            where: {key: digest for key, digest in known.items() if key.step >= step}
-            for where, known in self._known.items()
-        }
-        self._known = {where: known for where, known in left.items() if known}
-
-    def clear(self) -> None:
-        self._known.clear()
-
-    def messages(self) -> list[Message]:
-        return [
-            message
-            for (stream, server), known in self._known.items()
-            for message in expectations(stream, server, known)
-        ]
-
-
 # The lease of a trainer that cannot send heartbeats, renewed by its sidecar.
 #
 # A C extension that does not release the GIL, or one long operation of Python, blocks all threads of a trainer,
-# including the one that renews its lease. The trainer has not failed then. So the sidecar sends heartbeats as well, as
-# long as the trainer's process exists and is not stopped. The coordinator accepts them for a limited time only
-# (`Timing.kept_s`). Whether steps make progress is checked elsewhere.
+# including the one that renews its lease. The trainer has not failed then. So the sidecar sends heartbeats when the
+# trainer's are late, as long as the trainer's process exists and is not stopped. The coordinator accepts them for a
+# limited time only (`Timing.kept_s`). Whether steps make progress is checked elsewhere.
 
 _CALL_S = 2.0
+_LATE = 1.25
+"""Intervals after which the trainer's heartbeat is late."""
 _OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.initial_reconnect_backoff_ms", 50),
@@ -146,11 +101,14 @@ def is_running(pid: int, proc: Path = Path("/proc")) -> bool:
 
 
 class LeaseKeeper:
-    """(sidecar) A thread that sends a heartbeat for the trainer every `interval_s`. It ends with the trainer, or when
-    the trainer no longer holds its rank."""
+    """(sidecar) A thread that sends heartbeats for the trainer while the trainer sends none. It ends with the trainer,
+    or when the trainer no longer holds its rank."""
 
-    def __init__(self, job: str, lease: Mapping[str, Any], trainer: int) -> None:
-        """`lease`: coordinator, rank, incarnation, pid, interval_s. `trainer`: the trainer's pidfd."""
+    def __init__(self, job: str, lease: Mapping[str, Any], trainer: int, memory: Memory) -> None:
+        """`lease`: coordinator, rank, incarnation, pid, interval_s. `trainer`: the trainer's pidfd. `memory`: the ring,
+        in which the trainer notes when it has renewed its lease."""
+        self._memory = memory
+        self._sent_at = 0.0
         self._trainer = trainer
         self._pid: int = lease["pid"]
         self._interval_s: float = lease["interval_s"]
@@ -164,29 +122,47 @@ class LeaseKeeper:
     def _run(self) -> None:
         gone = select.poll()
         gone.register(self._trainer, select.POLLIN)
-        while not gone.poll(self._interval_s * 1000):
-            if is_running(self._pid) and self._is_over():
+        while not gone.poll(self._interval_s * 500):
+            if self._is_late() and is_running(self._pid) and self._is_over():
                 break
         self._channel.close()
 
+    def _is_late(self) -> bool:
+        """Returns whether a heartbeat is due: the trainer's is late, and this process has sent none for as long."""
+        renewed_at = max(self._memory.load(Word.RENEWED) / 1e9, self._sent_at)
+        return time.monotonic() - renewed_at > _LATE * self._interval_s
+
     def _is_over(self) -> bool:
+        self._sent_at = time.monotonic()
         try:
-            self._stub.Heartbeat(self._beat, timeout=_CALL_S)
+            self._stub.Heartbeat(self._beat, timeout=min(_CALL_S, max(0.5, self._interval_s)))
         except grpc.RpcError as error:
             # Other errors are reported by the trainer itself, and the next heartbeat tries again.
             return cast("grpc.Call", error).code() == grpc.StatusCode.FAILED_PRECONDITION
         return False
 
 
-# The writer of a sidecar. Its queue is the ring that the trainer fills; acknowledged records leave the ring.
+@dataclass(slots=True)
+class _Known:
+    """A record that the log has, or that is being sent to it."""
 
-GATHER_S = 0.25
-"""Batching window: a record waits at most this long for others of its step, because sending each alone wakes ten
-threads, here and at the server."""
-_NAP_S = 0.02
-_SLEEP_S = 0.1
-_ASK_S = 1.0
-_RETRY_S = 0.1
+    digest: bytes
+    servers: set[str] = field(default_factory=set)
+    """Servers that hold it, or that it is being sent to."""
+
+
+@dataclass(slots=True, eq=False)
+class _Taken:
+    """A record that was read from the ring, or padding, which is in it until the servers have what is before it."""
+
+    end: int
+    """Position of its end."""
+    entry: RingEntry | None = None
+    stream: str = ""
+    sent_to: tuple[str, ...] = ()
+    """Servers whose links it was handed to."""
+    outcome: str = ""
+    """Empty, then "sent", "copied" (only to servers that lacked it), "equal" or "refused"."""
 
 
 class _Placed(Outgoing):
@@ -206,18 +182,25 @@ class _Placed(Outgoing):
         self._entry.set_sequence(self._copy, value)
 
 
-class RingWriter:
-    """Hands the ring's records to a `Delivery`, and advances the ring's tail past records that all servers have.
+GATHER_S = 0.25
+"""Batching window: a record waits at most this long for others of its step, because sending each alone wakes ten
+threads, here and at the server."""
+_GATHER_BYTES = 4 << 20
+_SLEEP_S = 0.1
+_ASK_S = 1.0
+_RETRY_S = 0.1
+_WATCH_S = 0.5
 
-    The sidecar's threads call its methods.
-    """
+
+class RingWriter:
+    """The writer of a sidecar. Its queue is the ring that the trainer fills: it digests the records, compares them with
+    those in the log, compresses and sends them, and advances the ring's tail past records that all servers have."""
 
     def __init__(
         self,
         memory: Memory,
         wake: int,
         tell: Callable[[Message], None],
-        dropped: int | None = None,
         *,
         over: Callable[[], bool],
         servers: Mapping[str, int],
@@ -227,22 +210,28 @@ class RingWriter:
         fsync: str = "",
         patience_s: float = PATIENCE_S,
         name: str = "",
+        resumed: bool = False,
+        dropped: int | None = None,
     ) -> None:
         """``tell`` sends a message to the trainer, which may be gone. ``dropped``: position of a `discard` that a
         predecessor has not finished; the records it left must not be sent under the new generation. ``over``: returns
-        whether to stop retrying. ``servers``: address -> number; a server gets a new number each time it is added."""
+        whether to stop retrying. ``servers``: address -> number; a server gets a new number each time it is added.
+        ``resumed``: there was a predecessor, so the servers are asked what they hold of each stream."""
         self._memory = memory
         self._over = over
         self._consumer = Consumer(memory, wake)
         self._tell = tell
         self._pumping = threading.Lock()
         self._sweeping = threading.Lock()
-        self._outstanding: deque[tuple[int, RingEntry | None, Item | None]] = deque()
+        self._outstanding: deque[_Taken] = deque()
         self._calling = threading.Event()  # another thread waits for `_pumping`
         self._wanted = 0  # a thread waits for the records below this position
         self._asking: SwiftError | None = None
         self._names = [memory.stream(index) for index in range(STREAMS_MAX)]
         self._floor = 0
+        self._next_floor = (0, 0)
+        """A step, and the position of the ring from which on older ones are forgotten."""
+        self._is_behind = False  # there was more in the ring when the last batch ended
         self._resent_before = memory.load(Word.RESENT)
         if dropped is not None:
             self._drop(dropped)
@@ -251,31 +240,25 @@ class RingWriter:
         self._copies = {address: numbers[number] for address, number in servers.items()}
         self._lock = threading.Condition()
         self._job = job
-        self._patience_s = patience_s
-        self.delivery = Delivery(
-            tuple(servers),
-            job,
-            generation,
-            codec=codec,
-            fsync=fsync,
-            patience_s=patience_s,
-            name=name,
-            on_change=self._on_change,
-            on_error=self._on_error,
-            lock=self._lock,
-        )
-        """Threads that process the ring's records."""
+        self._generation = generation
+        self._codec = codec
+        check_codec(codec)
+        self._known: dict[str, dict[RecordKey, _Known]] = {}
+        self._error: SwiftError | None = None  # of the first refused record, until the next generation
+        self.patience_s = patience_s
+        self.links = {
+            address: Link(address, job, generation, name or job, self.changed, fsync, memory.fd)
+            for address in servers
+        }
         self._floor_at_start = min([memory.load(Word.FLOOR), *(entry.key.step for entry in held)])
-        given = [self._resume(address, copy, held) for address, copy in self._copies.items()]
-        resumed = memory.load(Word.TAIL) > 0 or any(given)
-        self._unlearned = {
-            name: list(servers) for name in (self._names if resumed else ()) if name
-        }  # streams of which a predecessor may have sent records -> servers still to be asked for them
+        for address, copy in self._copies.items():
+            self._resume(address, copy, held)
+        self._resumed = resumed
+        self._to_ask: dict[str, list[str]] = {}  # stream -> servers still to be asked for their records of it
         self._damaged: dict[str, list[str]] = {}  # stream -> servers whose copy is damaged
 
-    def _resume(self, server: str, copy: int, held: Sequence[RingEntry]) -> bool:
-        """Restores the streams' positions on a server from the ring. Returns whether a predecessor has sent records
-        that are still in the ring."""
+    def _resume(self, server: str, copy: int, held: Sequence[RingEntry]) -> None:
+        """Restores the streams' positions on a server from the ring."""
         given: dict[int, list[int]] = {}
         for entry in held:
             if entry.sequence(copy) >= 0:
@@ -286,66 +269,140 @@ class RingWriter:
                 if acked < 0:  # no record of it has left the ring: it was opened at the first of these
                     acked = sequences[0]
                 following = max([acked, *(sequence + 1 for sequence in sequences)])
-                self.delivery.links[server].resume(name, acked, following)
-        return bool(given)
+                self.links[server].resume(name, acked, following)
 
     # -- main -----------------------------------------------------------------------------------------
 
     def pump(self) -> None:
-        """Hands the ring's records to the delivery, then sleeps until there are more, at most `_SLEEP_S`."""
-        if self._consumer.unread:
+        """Sends a batch of the ring's records. If nothing is left, sleeps until there is, at most `_SLEEP_S`."""
+        if self._consumer.unread and not self._is_behind:
             self._gather()
+        self._is_behind = False
         with self._pumping:
-            while not self._calling.is_set() and self._take_next():
-                pass
+            begin = self._consumer.position
+            while not self._calling.is_set() and (taken := self._next()) is not None:
+                if taken.entry is not None:
+                    self._work_on(taken, taken.entry)
+                if taken.end - begin >= BATCH_BYTES:
+                    self._batch_done()
+                    begin = taken.end
+                    self._is_behind = self._consumer.unread > 0
+                    break
+            if self._consumer.position > begin:
+                self._batch_done()
             # Records that the trainer had put in before, copied or not, are still compared.
-            floor = self._memory.load(Word.FLOOR)
-            if floor > self._floor and self._consumer.position >= self._memory.load(Word.FLOOR_AT):
-                self.delivery.forget_below(floor)
+            if self._next_floor[0] <= self._floor:
+                self._next_floor = self._memory.load(Word.FLOOR), self._memory.load(Word.FLOOR_AT)
+            floor, position = self._next_floor  # kept until it is reached: the trainer's own is always ahead
+            if floor > self._floor and self._consumer.position >= position:
+                self._forget_below(floor)
                 self._floor = floor
-        self._consumer.sleep(_SLEEP_S)
+        if not self._is_behind:
+            self._consumer.sleep(_SLEEP_S)
+
+    def _batch_done(self) -> None:
+        """Sends what the links were given: one message and one answer for each of them."""
+        for link in self.links.values():
+            link.wake()
+        self.changed()
 
     def _gather(self) -> None:
-        """Waits for the rest of a step's records, unless there is enough for a message or a thread waits for them."""
+        """Waits for the rest of a step's records, unless there are enough or a thread waits for them."""
         load, consumer = self._memory.load, self._consumer
-        enough = min(BATCH_BYTES, self._memory.capacity // 4)
+        enough = min(_GATHER_BYTES, self._memory.capacity // 4)
         until = time.monotonic() + GATHER_S
         while not (load(Word.URGENT) or load(Word.PRODUCER_WAITS)):
-            # The floor moves at the end of a step: records below that position belong to a finished step.
+            # The floor moves at the end of a step: records below that position belong to a finished step. A rank that
+            # is killed takes with it what it has not sent.
             wanted = max(self._wanted, load(Word.FLOOR_AT))
-            if consumer.position < wanted or consumer.unread >= enough or time.monotonic() > until:
+            left_s = until - time.monotonic()
+            if consumer.position < wanted or consumer.unread >= enough or left_s <= 0:
                 return
-            consumer.nap(_NAP_S)
+            consumer.sleep(left_s, enough)
 
     def want(self, position: int) -> None:
         """(any thread) Ends batching for the records below the position, because the caller waits for them."""
         self._wanted = max(self._wanted, position)
         self._consumer.wake()
 
-    def _take_next(self) -> bool:
+    def _next(self) -> _Taken | None:
+        """Takes the ring's next record. Returns None if there is none, or if it has to be taken later."""
         before = self._consumer.position
         entry = self._consumer.next()
         if entry is None:
-            return False
-        if not isinstance(entry, RingEntry):
-            with self._sweeping:
-                self._outstanding.append((entry, None, None))
-            self.delivery.changed()
-            return True
-        stream = self._names[entry.index] = self._names[entry.index] or self._memory.stream(entry.index)
-        if stream in self._unlearned and not self._learn(stream):
-            self._consumer.position = before  # taken again later, after the waiting thread
-            return False
-        framed = functools.partial(self._placed, entry)
-        sent_before = [s for s, copy in self._copies.items() if entry.sequence(copy) >= 0]
-        item = Item(stream, entry.key, entry.dtype, entry.shape, entry.body, framed, sent_before)
+            return None
+        if isinstance(entry, RingEntry):
+            stream = self._names[entry.index] = self._names[entry.index] or self._memory.stream(entry.index)
+            if stream not in self._to_ask:
+                self._to_ask[stream] = list(self.links) if self._resumed else []
+            if self._to_ask[stream]:
+                self._batch_done()  # what follows may take long
+                if not self._learn(stream):
+                    self._consumer.position = before  # taken again later, after the waiting thread
+                    return None
+            taken = _Taken(entry.end, entry, stream)
+        else:
+            taken = _Taken(entry)
         with self._sweeping:
-            self._outstanding.append((entry.end, entry, item))
-        self.delivery.put(item)
-        return True
+            self._outstanding.append(taken)
+        return taken
 
-    def _placed(self, entry: RingEntry, server: str, **fields: Any) -> Outgoing:
-        return _Placed(entry, self._copies[server], **fields)
+    def _work_on(self, taken: _Taken, entry: RingEntry) -> None:
+        try:
+            self._send(taken, entry)
+        except SwiftError as error:
+            self.refuse(error)
+            taken.outcome = "refused"
+        except Exception as error:  # noqa: BLE001  (a trainer must not wait for a dead thread)
+            self.refuse(ServiceError(f"{taken.stream} {entry.key} cannot be logged: {error!r}"))
+            taken.outcome = "refused"
+
+    def _send(self, taken: _Taken, entry: RingEntry) -> None:
+        """Compares a record, hands it to links, or both. What a killed writer has sent goes to that server again,
+        whatever it holds."""
+        stream, key = taken.stream, entry.key
+        sent_before = [server for server, copy in self._copies.items() if entry.sequence(copy) >= 0]
+        digest = digest_of(entry.dtype, entry.shape, entry.body)
+        with self._lock:
+            known = self._known.setdefault(stream, {}).setdefault(key, _Known(digest))
+            missing = [
+                server for server in self.links if server in sent_before or server not in known.servers
+            ]
+        if known.digest != digest and not sent_before:
+            raise Divergence(differs_words(stream, key, known.digest, digest))
+        if not missing:
+            taken.outcome = "equal"
+            return
+        codec, stored = compress(self._codec, entry.body, DTYPE_BY_NAME[entry.dtype].width)
+        body_crc = crc32c.crc32c(stored)
+        with self._lock:  # more may be known of the servers by now
+            copied = bool(known.servers) and not sent_before
+            missing = [server for server in missing if server in sent_before or server not in known.servers]
+            for server in missing:
+                outgoing = _Placed(
+                    entry,
+                    self._copies[server],
+                    stream=stream,
+                    key=key,
+                    dtype=entry.dtype,
+                    shape=entry.shape,
+                    raw_bytes=entry.body.nbytes,
+                    codec=CODECS[codec],
+                    stored=stored,
+                    body_crc=body_crc,
+                    digest=digest,
+                    place=entry.place if codec == "none" else -1,
+                )
+                self.links[server].enqueue(outgoing)
+            known.servers.update(missing)
+            taken.sent_to = tuple(missing)
+            taken.outcome = "copied" if copied else "sent"  # last: a reader that sees it uses `sent_to`
+
+    def _forget_below(self, step: int) -> None:
+        """Forgets the keys of older steps, which will not be appended again."""
+        with self._lock:
+            for stream, known in self._known.items():
+                self._known[stream] = {key: value for key, value in known.items() if key.step >= step}
 
     def _learn(self, stream: str) -> bool:
         """Asks the servers which records of the stream they hold. Returns False if it was interrupted before all of
@@ -353,10 +410,10 @@ class RingWriter:
 
         A server whose copy is damaged is assumed to hold the records of another one, so that none is written over.
         """
-        reader = LogReader(self.delivery.servers, self._job)
+        reader = LogReader(list(self.links), self._job)
         began = time.monotonic()
         from_step = self._floor_at_start
-        left = self._unlearned[stream]
+        left = self._to_ask[stream]
         damaged = self._damaged.setdefault(stream, [])
         try:
             while left and not (self._calling.is_set() or self._over()):
@@ -365,20 +422,21 @@ class RingWriter:
                         stream, from_step, left[0], timeout_s=_ASK_S, cancelled=self._over
                     )
                 except SwiftError as error:
-                    floor = self._memory.load(Word.FLOOR)
-                    if isinstance(error, RecordTrimmed) and from_step < floor:
-                        from_step = floor  # older steps are no longer needed
-                        continue
-                    if isinstance(error, RecordCorrupt) and len(damaged) + 1 < len(self.delivery.servers):
+                    if isinstance(error, RecordTrimmed):
+                        if held := reader.holdings(left[0], timeout_s=_ASK_S):
+                            from_step = held.trimmed_below_step  # older steps are no longer needed
+                            continue
+                        error = LogUnavailable(str(error))  # it does not say which ones
+                    if isinstance(error, RecordCorrupt) and len(damaged) + 1 < len(self.links):
                         damaged.append(left.pop(0))
                         from_step = self._floor_at_start
                         continue
-                    if not isinstance(error, LogUnavailable) or time.monotonic() - began > self._patience_s:
+                    if not isinstance(error, LogUnavailable) or time.monotonic() - began > self.patience_s:
                         self._asking = error
                     time.sleep(_RETRY_S)
                     continue
                 try:
-                    self.delivery.expect(stream, digests, left[0])
+                    self.expect(stream, digests, left[0])
                 except SwiftError as error:
                     self._asking = error
                     time.sleep(_RETRY_S)
@@ -388,55 +446,57 @@ class RingWriter:
                 left.pop(0)
             if left:
                 return False
-            for server in damaged:
-                self.delivery.expect_as_others(stream, server)
-            del self._unlearned[stream]
+            with self._lock:
+                for record in self._known.get(stream, {}).values():
+                    record.servers.update(damaged)
             return True
         finally:
             reader.close()
 
     # -- records leaving the ring ----------------------------------------------------------------------
 
-    def _on_error(self, error: SwiftError) -> None:
-        """(holding the lock) Reports the error to the trainer. This happens before the record leaves the ring, so that
-        the trainer knows even if this process is killed. It happens under the lock that stores the error here: the
-        trainer then begins a new generation, in which the error must not come up again."""
-        self._tell({"trouble": error_to_json(error), "final": True})
+    def refuse(self, error: SwiftError) -> None:
+        """Keeps the error of a refused record, if it is the first one of this generation, and reports it to the
+        trainer. This happens before the record leaves the ring, so that the trainer knows even if this process is
+        killed. It happens under the lock that keeps the error here: the trainer then begins a new generation, in which
+        the error must not come up again."""
+        with self._lock:
+            if self._error is None:
+                self._tell({"trouble": error_to_json(error), "final": True})
+                self._error = error
 
-    def _on_change(self) -> None:
-        """Removes acknowledged records from the ring, and notifies waiting threads and the trainer."""
+    def changed(self) -> None:
+        """(any thread) Removes acknowledged records from the ring, and notifies waiting threads and the trainer."""
+        # A record is durable only when all servers have it, so the slowest link sets the pace.
+        paces = [pace for link in self.links.values() if (pace := link.pace()) is not None]
         with self._sweeping:
-            self._memory.store(Word.RESENT, self._resent_before + self.delivery.resent)
-            self._memory.store(Word.PACE, int(self.delivery.pace_bytes_per_s))
+            if paces:
+                self._memory.store(Word.PACE, int(min(paces)))
+            resent = sum(link.core.resent for link in self.links.values())
+            self._memory.store(Word.RESENT, self._resent_before + resent)
             room = self._sweep()
         with self._lock:
             self._lock.notify_all()
         if room:
             self._tell({"room": True})
 
-    def publish_acknowledged(self) -> None:
-        """Rechecks acknowledgements, because a record of several messages may be acknowledged before its last message
-        is sent, and no other event follows."""
-        self.delivery.changed()
-
     def _sweep(self) -> bool:
         """Advances the tail past acknowledged records. Returns whether the trainer waits for room."""
         acked: dict[tuple[str, str], int] = {}
-        position, records, size, stored, verified = -1, 0, 0, 0, 0
+        position, records, size, verified = -1, 0, 0, 0
         while self._outstanding:
-            end, entry, item = self._outstanding[0]
-            if entry is not None and item is not None:
-                if not item.outcome:
-                    break  # may be durable already, if a predecessor has sent it, but the worker still reads it
-                if not all(self._is_durable(entry, item.stream, server, acked) for server in item.sent_to):
+            taken = self._outstanding[0]
+            if (entry := taken.entry) is not None:
+                if not taken.outcome:
+                    break  # may be durable already, if a predecessor has sent it, but it is still read
+                if not all(self._is_durable(entry, taken.stream, server, acked) for server in taken.sent_to):
                     break
-                verified += item.outcome in ("equal", "copied")
-                if item.outcome == "sent":
+                verified += taken.outcome in ("equal", "copied")
+                if taken.outcome == "sent":
                     records, size = records + 1, size + entry.body.nbytes
-                    stored += item.stored_bytes
             self._outstanding.popleft()
-            position = end
-        return position >= 0 and self._consumer.release(position, Counts(records, size, stored, verified))
+            position = taken.end
+        return position >= 0 and self._consumer.release(position, Counts(records, size, verified))
 
     def _is_durable(
         self, entry: RingEntry, stream: str, server: str, acked: dict[tuple[str, str], int]
@@ -445,18 +505,41 @@ class RingWriter:
         copy, memory = self._copies[server], self._memory
         sequence = entry.sequence(copy)
         if (stream, server) not in acked:
-            known = acked[stream, server] = self.delivery.links[server].acked(stream)
+            known = acked[stream, server] = self.links[server].acked(stream)
             if sequence >= 0 and known > memory.acked(entry.index, copy):
                 memory.set_acked(entry.index, copy, known)
         return 0 <= sequence < acked[stream, server]
 
     # -- control --------------------------------------------------------------------------------------
 
-    def expect(self, stream: str, digests: Mapping[RecordKey, bytes], server: str) -> None:
-        self.delivery.expect(stream, digests, server)
+    def expect(self, stream: str, digests: Mapping[RecordKey, bytes], server: str = "") -> None:
+        """Declares records that one server (or every one) holds of a stream: these keys are compared, not sent there.
+        Raises RecordCorrupt if another copy has a different record under one of these keys."""
+        check_name("stream", stream)
+        with self._lock:
+            known = self._known.setdefault(stream, {})
+            for key, digest in digests.items():
+                record = known.setdefault(key, _Known(digest))
+                if record.digest != digest:
+                    raise RecordCorrupt(
+                        f"{stream} {key} differs between its copies ({record.digest.hex()}; on {server or 'others'} "
+                        f"{digest.hex()})"
+                    )
+                record.servers.update([server] if server else self.links)
 
-    def set_generation(self, generation: int) -> None:
-        self.delivery.set_generation(generation)
+    def set_generation(self, generation: int, *, discard: bool = False) -> None:
+        """Reopens the streams under the generation, resends unacknowledged records, and clears errors. ``discard``:
+        drops unacknowledged records and all knowledge of the log's content instead, because the log was emptied."""
+        with self._lock:
+            if generation < self._generation:
+                raise UsageError(f"generation {generation} is older than {self._generation}")
+            if discard:
+                self._known.clear()
+            self._generation = generation
+            for link in self.links.values():
+                link.set_generation(generation, discard)
+            self._error = None
+            self._lock.notify_all()
 
     def discard(self, generation: int, upto: int) -> None:
         """(request `restart`) Begins the generation with an empty log and drops all records below the position."""
@@ -464,8 +547,9 @@ class RingWriter:
         try:
             with self._pumping:
                 self._calling.clear()
-                self.delivery.set_generation(generation, discard=True)
-                self._unlearned.clear()
+                self.set_generation(generation, discard=True)
+                self._resumed = False
+                self._to_ask.clear()
                 self._damaged.clear()
                 self._asking = None
                 with self._sweeping:
@@ -484,7 +568,8 @@ class RingWriter:
         self._consumer.release(self._consumer.position)
 
     def trouble(self) -> SwiftError | None:
-        return self.delivery.error or self._asking or self.delivery.trouble()
+        errors = (link.error(self.patience_s) for link in self.links.values())
+        return self._error or self._asking or next((error for error in errors if error is not None), None)
 
     def flush_to(self, upto: int, timeout_s: float) -> None:
         """(request `flush`) Waits until everything below the position has left the ring. Raises ServiceError after
@@ -508,12 +593,13 @@ class RingWriter:
             with self._lock:
                 if self._memory.load(Word.TAIL) == tail:
                     self._lock.wait(min(left, _SLEEP_S))
+            self.changed()
 
     def drained(self) -> bool:
         """(the trainer is gone) Returns whether to end: the ring is empty, or its records cannot be sent any more."""
-        if self._memory.load(Word.TAIL) == self._memory.load(Word.HEAD) or self.delivery.error is not None:
+        if self._memory.load(Word.TAIL) == self._memory.load(Word.HEAD) or self._error is not None:
             return True
-        return any(isinstance(link.error(0.0), StaleGeneration) for link in self.delivery.links.values())
+        return any(isinstance(link.error(0.0), StaleGeneration) for link in self.links.values())
 
 
 DRAIN_S = 10.0
@@ -523,12 +609,12 @@ NEVER_REACHED = 1 << 62
 
 
 class Sidecar:
-    def __init__(self, line: socket.socket, memory: Memory, wake: int, trainer: int) -> None:
+    def __init__(self, line: socket.socket, trainer: int) -> None:
         """``trainer``: a pidfd, because a process forked by the trainer may keep the socket open."""
         self._line = line
-        self._memory = memory
-        self._wake = wake
         self._trainer = trainer
+        self._descriptors: list[int] = []
+        """Of the ring, and of the eventfd that wakes this process; they come with the first byte."""
         self._sending = threading.Lock()
         self._judging = threading.Lock()
         self._told: SwiftError | None = None
@@ -541,7 +627,6 @@ class Sidecar:
     def run(self) -> None:
         """Runs the main loop. Returns when the trainer is gone and the ring is drained or `DRAIN_S` is over."""
         threading.Thread(target=self._control, name="control", daemon=True).start()
-        threading.Thread(target=self._memory.populate, name="populate", daemon=True).start()
         self._begun.wait()
         writer = self._writer
         if writer is None:
@@ -598,35 +683,28 @@ class Sidecar:
             if self._line.fileno() not in ready:
                 return  # the trainer has ended, and all its messages were read
             try:
-                part = self._line.recv(1 << 16)
+                part, descriptors, _, _ = socket.recv_fds(self._line, 1 << 16, 2)
             except OSError:
                 return
             if not part:
                 return
+            self._descriptors += descriptors
             *lines, rest = (rest + part).split(b"\n")
-            yield from lines
+            yield from filter(None, lines)
 
     def _do(self, request: Message) -> None:
         do = request["do"]
         if do == "begin":
-            self._drain_s = min(request["patience_s"], DRAIN_S)
-            events.configure(f"sidecar-{request['name'] or request['job']}")
+            fields = request["writer"]
+            os.environ.update(request["environment"])
+            self._drain_s = min(fields["patience_s"], DRAIN_S)
+            events.configure(f"sidecar-{fields['name'] or fields['job']}")
+            ring, wake = self._descriptors
+            memory = Memory(ring)
             if request["lease"] is not None:
-                LeaseKeeper(request["job"], request["lease"], self._trainer)
-            self._writer = RingWriter(
-                self._memory,
-                self._wake,
-                self.tell,
-                request["dropped"],
-                over=self._over,
-                servers=request["servers"],
-                job=request["job"],
-                generation=request["generation"],
-                codec=request["codec"],
-                fsync=request["fsync"],
-                patience_s=request["patience_s"],
-                name=request["name"],
-            )
+                LeaseKeeper(fields["job"], request["lease"], self._trainer, memory)
+            threading.Thread(target=memory.populate, name="populate", daemon=True).start()
+            self._writer = RingWriter(memory, wake, self.tell, over=self._over, **fields)
             return
         writer = self._writer
         assert writer is not None
@@ -674,8 +752,8 @@ class Sidecar:
                 if type(error) is not type(self._told):
                     self._told = error
                     self.tell({"trouble": error_to_json(error), "final": False})
-            writer.publish_acknowledged()
-            self._gone.wait(_SLEEP_S)
+            writer.changed()  # a record may be acknowledged before its last message is sent: nothing follows
+            self._gone.wait(_WATCH_S)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -683,13 +761,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m swift_ft.log.sidecar",
         description="Sends to the log what a trainer puts into a ring. Started by the trainer's session.",
     )
-    for name in ("socket", "ring", "wake", "trainer"):
+    for name in ("socket", "trainer"):
         parser.add_argument(f"--{name}", type=int, required=True, metavar="FD")
     given = parser.parse_args(arguments)
     # Only the end of the trainer ends it. Signals to the whole process group or container must not.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    sidecar = Sidecar(socket.socket(fileno=given.socket), Memory(given.ring), given.wake, given.trainer)
+    sidecar = Sidecar(socket.socket(fileno=given.socket), given.trainer)
     keep_freed_memory()
     # An uncaught error is reported to the trainer, which starts another sidecar: our stderr is /dev/null.
     end_process_on_uncaught(lambda error: sidecar.tell({"failed": f"{type(error).__name__}: {error}"}), 1)

@@ -1,13 +1,14 @@
 """Pure decisions: reports in, plan out. No torch, no I/O, no clock.
 
-`plan()` decides how every rank gets to the agreed version, and why; `plan_without_log()` does the same where a state is
-not, or will not be, the one that the log leads to.
+`plan()` decides how every rank gets to the agreed version, and why; `without_log()` does the same where a state is not,
+or will not be, the one that the log leads to.
 """
 
-from swift_ft.planner.assignment import Assignment, Slot, quickest, worth_waiting_s
+from swift_ft.planner.assignment import Assignment, Slot
 from swift_ft.planner.decision import Help, Plan, Prediction, RankPlan
 from swift_ft.planner.groups import RecoveryGroups
-from swift_ft.planner.plan import Refusals, finishable, plan, plan_without_log
+from swift_ft.planner.plan import Refusals, finishable, plan, without_log
+from swift_ft.planner.replay_cost import quickest, worth_waiting_s
 from swift_ft.planner.settings import (
     LOST_SHARDS,
     SETTINGS,
@@ -19,12 +20,8 @@ from swift_ft.planner.settings import (
     shrinks,
 )
 from swift_ft.planner.types import (
-    Checkpoints,
     HeldSnapshot,
-    RankMeasured,
     Report,
-    Sent,
-    StageMeasured,
     Strategy,
     StreamSummary,
 )
@@ -34,29 +31,25 @@ __all__ = [
     "SETTINGS",
     "STRATEGIES",
     "Assignment",
-    "Checkpoints",
     "HeldSnapshot",
     "Help",
     "Plan",
     "PlanConfig",
     "Prediction",
-    "RankMeasured",
     "RankPlan",
     "RecoveryGroups",
     "Refusals",
     "Report",
-    "Sent",
     "Setting",
     "Slot",
-    "StageMeasured",
     "Strategy",
     "StreamSummary",
     "finishable",
     "lost_shard_problem",
     "plan",
-    "plan_without_log",
     "quickest",
     "reroutes",
     "shrinks",
+    "without_log",
     "worth_waiting_s",
 ]

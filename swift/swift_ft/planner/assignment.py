@@ -1,19 +1,9 @@
-"""Placement of the work in one generation (`Assignment`), and the time that a job waits for a replacement process.
+"""Placement of the work in one generation (`Assignment`)."""
 
-The time that a job waits for a process that may take a lost rank's place, before the others go on without it:
-
-It is unknown when such a process comes. Waiting costs the time until then. Going on costs two more generations (one
-now, and one when a process has come), and slower steps until then. The rule is that of renting or buying (Karlin,
-Manasse, Rudolph, Sleator 1988: "Competitive snoopy caching"): wait until waiting has cost as much as going on at once
-would have cost until then. Whenever the process comes, at most twice the least possible time is lost.
-"""
-
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import NamedTuple
-
-from swift_ft.planner.types import RankMeasured
 
 # Placement in one generation: which member holds each slot, and which slot computes each microbatch.
 #
@@ -34,8 +24,6 @@ from swift_ft.planner.types import RankMeasured
 
 
 class Slot(NamedTuple):
-    """A place in the job."""
-
     stage_group: int
     """Slots of one stage group run the same stages, each with batches of its own."""
     dp_rank: int
@@ -266,7 +254,6 @@ class Assignment:
         return self.dp_size // self.shards
 
     def at(self, stage_group: int, dp_rank: int) -> int:
-        """Returns the number of a slot."""
         return self._places[stage_group, dp_rank]
 
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -384,40 +371,3 @@ def _problem(num_stages: int, stages: Mapping[int, tuple[int, ...]]) -> str:
 
 def _listed(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
-
-
-GENERATION_S = 0.5
-"""Seconds for all ranks to stop, agree and reconnect, without copying a state. `swift-ft drill` prints the measured
-time; on two cores it is 0.2 to 0.4 s."""
-COPY_BYTES_PER_S = 1e9
-"""Assumed rate at which a replica's state is copied to another rank."""
-
-
-def worth_waiting_s(measured: Iterable[RankMeasured], *, replicas: int, reroutes: bool) -> float | None:
-    """Returns the seconds to wait for a replacement; None: no rank has measured its steps yet. `replicas`: of each
-    stage, in a full world. `reroutes`: the peers of a lost rank share its microbatches; else one of them computes its
-    whole batch."""
-    known = list(measured)
-    if not known:
-        return None
-    return two_generations_s(known) * slower(replicas, reroutes=reroutes)
-
-
-def two_generations_s(known: Sequence[RankMeasured]) -> float:
-    """Returns the seconds that it costs to go on without a rank and to take one back. `known`: at least one rank's."""
-    step_s = max(rank.step_s for rank in known)
-    copy_s = max((rank.state_bytes or 0) for rank in known) / COPY_BYTES_PER_S
-    stall_s = max((rank.checkpoint_stall_s or 0.0) for rank in known)
-    # Each generation interrupts a step. After the second one a checkpoint is saved, because the log lacks steps.
-    return 2 * (GENERATION_S + step_s) + copy_s + stall_s
-
-
-def quickest(pipeline_ranks: int, replicas: int) -> str:
-    """Returns the `lost_shard` with the shortest steps while a rank is missing (`slower`)."""
-    return "reroute" if pipeline_ranks > 1 and replicas > 1 else "redistribute"
-
-
-def slower(replicas: int, *, reroutes: bool) -> float:
-    """Returns the factor, at best, by which a step takes longer while one rank is missing. A second of such training
-    then costs a second of waiting, less the training done in it."""
-    return replicas / (replicas - 1) if reroutes and replicas > 1 else 2.0

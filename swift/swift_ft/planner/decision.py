@@ -1,4 +1,4 @@
-"""The decision: how every rank gets to the target version. All types are frozen.
+"""The decision: how every rank gets to the target version. Nobody changes it.
 
 `plan()` creates it, `swift_ft.rpc.codec` encodes it for the wire, and ranks carry it out. Everything that follows from
 a plan is a property here, so that no other module derives it again.
@@ -7,6 +7,7 @@ a plan is a property here, so that no other module derives it again.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.planner.strategies import TABLE, Begins, Policy
 from swift_ft.planner.types import Strategy
 
@@ -34,29 +35,10 @@ class RankPlan:
         return self.policy.begins in (Begins.CHECKPOINT, Begins.SNAPSHOT)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Help:
-    """A replay that other ranks share: they compute some microbatches of every step."""
-
-    owner: int
-    """The rank that replays."""
-    helpers: tuple[int, ...]
-    """Ranks that keep their own state meanwhile, nearest first."""
-    until: int
-    """The version at which the helpers are done; the owner replays the rest alone."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prediction:
-    """The predicted time of one rank's replay, from the moment that it has its base state."""
-
-    rank: int
-    workers: int
-    """Ranks that share the replay: the owner and its helpers."""
-    steps: int
-    seconds: float
-    alone_s: float
-    """Seconds without helpers."""
+Help = pb.Help
+"""A replay that other ranks share: they compute some microbatches of every step."""
+Prediction = pb.ReplayPrediction
+"""The predicted time of one rank's replay, from the moment that it has its base state."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,11 +26,12 @@
 An inexact undo is used only if the configuration allows it, and only if the same target cannot be reached without.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 
+from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.log import record
 from swift_ft.planner.assignment import Assignment
 from swift_ft.planner.decision import Help, Plan, RankPlan
@@ -38,7 +39,7 @@ from swift_ft.planner.groups import RecoveryGroups
 from swift_ft.planner.replay_cost import Predictor, StageCost, costs_of, predicted_words
 from swift_ft.planner.settings import PlanConfig
 from swift_ft.planner.strategies import TABLE, Begins, Way, may_replay, replaying
-from swift_ft.planner.types import Checkpoints, RankMeasured, Report, Strategy, StreamSummary
+from swift_ft.planner.types import Report, Strategy, StreamSummary
 
 # Selection of the steps under way that may be finished.
 
@@ -304,7 +305,7 @@ class Reach:
 
 
 def go_back(
-    reports: Sequence[Report], checkpoints: Checkpoints, why: str, *, snapshots: bool
+    reports: Sequence[Report], checkpoints: Sequence[int], why: str, *, snapshots: bool
 ) -> tuple[Plan | None, str]:
     """Plans the return of all ranks. `why`: the reason that no newer version will do. `snapshots`: they may be used.
     Returns (None, reason) if there is neither a snapshot nor a checkpoint."""
@@ -315,7 +316,7 @@ def go_back(
     if not whole:
         return _to_checkpoint(reports, checkpoints, _and(why, _lacking(reports, copies)))
     version = max(whole)
-    if checkpoints.newest is not None and checkpoints.newest > version:
+    if max(checkpoints, default=version) > version:
         older = f"the newest whole snapshot is of version {version}"
         return _to_checkpoint(reports, checkpoints, _and(why, older))
     held = copies[version]
@@ -333,7 +334,7 @@ def go_back(
     return Plan(target_version=version, ranks=ranks, collective_source=-1, reason=reason), reason
 
 
-def sooner(reports: Sequence[Report], replayed: Plan, measured: Mapping[int, RankMeasured]) -> str:
+def sooner(reports: Sequence[Report], replayed: Plan, measured: Mapping[int, pb.RankMeasured]) -> str:
     """Returns why to go back to the newest complete snapshot rather than to replay: redoing the steps since takes less
     time, by measured step times. Empty: it does not, or the times are unknown."""
     versions = _whole(reports, _copies(reports))
@@ -355,8 +356,10 @@ def _whole(reports: Sequence[Report], copies: Mapping[int, Mapping[int, object]]
     return [version for version, held in copies.items() if all(r.rank in held for r in reports)]
 
 
-def _to_checkpoint(reports: Sequence[Report], checkpoints: Checkpoints, why: str) -> tuple[Plan | None, str]:
-    version = checkpoints.newest
+def _to_checkpoint(
+    reports: Sequence[Report], checkpoints: Sequence[int], why: str
+) -> tuple[Plan | None, str]:
+    version = max(checkpoints, default=None)
     if version is None:
         return None, f"{why}; there is no complete checkpoint to go back to"
     ranks = tuple(
@@ -439,9 +442,7 @@ def helps(
                 helpers.append(min(free, key=lambda rank: (abs(rank - owner), rank)))
                 free.remove(helpers[-1])
     return tuple(
-        Help(owner=owner, helpers=tuple(helpers), until=spans[owner])
-        for owner, helpers in chosen.items()
-        if helpers
+        Help(owner=owner, helpers=helpers, until=spans[owner]) for owner, helpers in chosen.items() if helpers
     )
 
 
@@ -509,16 +510,16 @@ def plan(
     reports: Sequence[Report],
     assignment: Assignment,
     log_inventory: Mapping[str, StreamSummary],
-    checkpoints: Checkpoints,
+    checkpoints: Sequence[int],
     config: PlanConfig,
     refused: Refusals = Refusals(),
-    measured: Mapping[int, RankMeasured] = MappingProxyType({}),
+    measured: Mapping[int, pb.RankMeasured] = MappingProxyType({}),
 ) -> tuple[Plan | None, str]:
     """Returns the plan and its reason; (None, reason) if recovery is impossible.
 
-    `reports`: one for every held slot. `refused`: strategies that are not planned again. `measured`: the latest
-    measurements of each rank, or of the process that held it before; may lack any rank. Raises ValueError if reports
-    and assignment do not fit.
+    `reports`: one for every held slot. `checkpoints`: the versions of which the shard of every held slot is durable.
+    `refused`: strategies that are not planned again. `measured`: the latest measurements of each rank, or of the
+    process that held it before; may lack any rank. Raises ValueError if reports and assignment do not fit.
     """
     reports = sorted(reports, key=lambda report: report.rank)
     if [report.rank for report in reports] != list(assignment.occupied):
@@ -569,7 +570,7 @@ class _Situation:
         reports: Sequence[Report],
         assignment: Assignment,
         log: Mapping[str, StreamSummary],
-        checkpoints: Checkpoints,
+        checkpoints: Sequence[int],
         allowed: Iterable[Strategy],
         config: PlanConfig,
         costs: Mapping[int, StageCost],
@@ -633,7 +634,7 @@ class _Situation:
 
     def _replay_to(self, target: int, reach: Reach, higher: str) -> tuple[Plan | None, str]:
         """Returns a plan with replay to `target`. `higher`: why a higher target was given up; "" if there was none."""
-        checkpoint = self._checkpoints.newest_at_most(target)
+        checkpoint = max((c for c in self._checkpoints if c <= target), default=None)
         bases: dict[tuple[int, ...], Ways] = {}
         lacking: list[int] = []
         for members in self._together:
@@ -771,20 +772,16 @@ def _listed(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers[:NAMED_MAX])) + (f" and {more} more" if more > 0 else "")
 
 
-def plan_without_log(
-    reports: Sequence[Report],
-    assignment: Assignment,
-    log_inventory: Mapping[str, StreamSummary],
-    checkpoints: Checkpoints,
-    config: PlanConfig,
-    refused: Refusals = Refusals(),
-    measured: Mapping[int, RankMeasured] = MappingProxyType({}),
+def without_log(
+    planned: Callable[[Refusals], tuple[Plan | None, str]], refused: Refusals
 ) -> tuple[Plan | None, str]:
-    """Plans as `plan` where the log is given up in any case, so that no plan may read it."""
-    found, reason = plan(reports, assignment, log_inventory, checkpoints, config, refused, measured)
+    """Plans as `plan` where the log is given up in any case, so that no plan may read it. `planned`: `plan` of these
+    refusals."""
+    found, reason = planned(refused)
     if found is not None and found.reads_log:
-        refused = refused.and_everything("the log has ended, and there is more to replay than a checkpoint")
-        found, reason = plan(reports, assignment, log_inventory, checkpoints, config, refused, measured)
+        found, reason = planned(
+            refused.and_everything("the log has ended, and there is more to replay than a checkpoint")
+        )
     if found is None or found.restores:
         return found, reason
     reason += f"; the log does not lead to version {found.target_version}, and begins anew"

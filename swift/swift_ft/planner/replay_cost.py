@@ -1,4 +1,5 @@
-"""Predicted times of a plan's replays, and the number of helpers that follows from them. Pure.
+"""Predicted times of a plan's replays, and the number of helpers that follows from them; and the time that a job waits
+for a replacement process. Pure.
 
 Without known costs of a stage there is no prediction, and as many ranks help as are configured and able.
 """
@@ -7,10 +8,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.planner.assignment import Assignment
 from swift_ft.planner.decision import Help, Plan, Prediction, RankPlan
 from swift_ft.planner.groups import RecoveryGroups
-from swift_ft.planner.types import RankMeasured
 
 # Predicted time of a replay, and the number of ranks for which it is shortest.
 #
@@ -92,7 +93,7 @@ def fewest(seconds: Mapping[int, Sequence[float]], free: int) -> dict[int, int]:
     return dict.fromkeys(seconds, 0)
 
 
-def costs_of(measured: Mapping[int, RankMeasured], groups: RecoveryGroups) -> dict[int, StageCost]:
+def costs_of(measured: Mapping[int, pb.RankMeasured], groups: RecoveryGroups) -> dict[int, StageCost]:
     """Returns stage -> its replay costs, where measured."""
     rate = _read_rate(measured)
     arriving: dict[int, int] = {}
@@ -117,14 +118,10 @@ def costs_of(measured: Mapping[int, RankMeasured], groups: RecoveryGroups) -> di
     }
 
 
-def _read_rate(measured: Mapping[int, RankMeasured]) -> float:
+def _read_rate(measured: Mapping[int, pb.RankMeasured]) -> float:
     """Returns the rate at which replays have read from the log: all their bytes over all their waits."""
-    told = [
-        (rank.log_read_bytes, rank.log_read_wait_s)
-        for rank in measured.values()
-        if rank.log_read_bytes is not None and rank.log_read_wait_s is not None
-    ]
-    size, waited_s = sum(size for size, _ in told), sum(waited for _, waited in told)
+    size = sum(rank.log_read_bytes for rank in measured.values())
+    waited_s = sum(rank.log_read_wait_s for rank in measured.values())
     return size / waited_s if size >= READ_BYTES_MIN and waited_s > 0 else math.inf
 
 
@@ -204,7 +201,6 @@ class Predictor:
 
 
 def predicted_words(plan: Plan) -> list[str]:
-    """Describes the predictions in words."""
     lines = []
     for prediction in plan.predictions:
         steps = f"{prediction.steps} step{'' if prediction.steps == 1 else 's'}"
@@ -213,3 +209,47 @@ def predicted_words(plan: Plan) -> list[str]:
             line += f", {prediction.workers} ranks; alone in {prediction.alone_s:.3g} s"
         lines.append(line)
     return lines
+
+
+# The time that a job waits for a process that may take a lost rank's place, before the others go on without it.
+#
+# It is unknown when such a process comes. Waiting costs the time until then. Going on costs two more generations (one
+# now, and one when a process has come), and slower steps until then. The rule is that of renting or buying (Karlin,
+# Manasse, Rudolph, Sleator 1988: "Competitive snoopy caching"): wait until waiting has cost as much as going on at once
+# would have cost until then. Whenever the process comes, at most twice the least possible time is lost.
+
+GENERATION_S = 0.5
+"""Seconds for all ranks to stop, agree and reconnect, without copying a state. `swift-ft drill` prints the measured
+time; on two cores it is 0.2 to 0.4 s."""
+COPY_BYTES_PER_S = 1e9
+"""Assumed rate at which a replica's state is copied to another rank."""
+
+
+def worth_waiting_s(measured: Iterable[pb.RankMeasured], *, replicas: int, reroutes: bool) -> float | None:
+    """Returns the seconds to wait for a replacement; None: no rank has measured its steps yet. `replicas`: of each
+    stage, in a full world. `reroutes`: the peers of a lost rank share its microbatches; else one of them computes its
+    whole batch."""
+    known = list(measured)
+    if not known:
+        return None
+    return two_generations_s(known) * slower(replicas, reroutes=reroutes)
+
+
+def two_generations_s(known: Sequence[pb.RankMeasured]) -> float:
+    """Returns the seconds that it costs to go on without a rank and to take one back. `known`: at least one rank's."""
+    step_s = max(rank.step_s for rank in known)
+    copy_s = max(rank.state_bytes for rank in known) / COPY_BYTES_PER_S
+    stall_s = max(rank.checkpoint_stall_s for rank in known)
+    # Each generation interrupts a step. After the second one a checkpoint is saved, because the log lacks steps.
+    return 2 * (GENERATION_S + step_s) + copy_s + stall_s
+
+
+def quickest(pipeline_ranks: int, replicas: int) -> str:
+    """Returns the `lost_shard` with the shortest steps while a rank is missing (`slower`)."""
+    return "reroute" if pipeline_ranks > 1 and replicas > 1 else "redistribute"
+
+
+def slower(replicas: int, *, reroutes: bool) -> float:
+    """Returns the factor, at best, by which a step takes longer while one rank is missing. A second of such training
+    then costs a second of waiting, less the training done in it."""
+    return replicas / (replicas - 1) if reroutes and replicas > 1 else 2.0

@@ -119,7 +119,6 @@ class Work:
         return BACKWARD_WEIGHT if self.split else BACKWARD
 
     def actions(self) -> Iterator[tuple[int, Action]]:
-        """Yields (worker, action) of the whole step."""
         kinds = self.kinds()
         for (stage, origin), owners in self.owners.items():
             for microbatch, worker in enumerate(owners):
@@ -388,7 +387,6 @@ class _Scheduler:
         return keys
 
     def step(self, found: _Found) -> Step:
-        """Converts a result to a `Step`."""
         work = self._work
         kinds = work.kinds()
         slots: dict[int, Sequence[Timed]] = {}
@@ -543,7 +541,6 @@ def period(work: Work, step: Step, *, staggered: bool) -> float:
 
 
 def shortest_period(work: Work, *, staggered: bool) -> float:
-    """Returns the shortest period of the steps that the rules find."""
     return min(period(work, step, staggered=staggered) for step in found_steps(work))
 
 

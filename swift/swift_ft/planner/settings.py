@@ -18,7 +18,7 @@ microbatches (pipelines), or the batch is dropped."""
 
 QUICKEST = "quickest"
 """In place of a value of `LOST_SHARDS`: the one with the shortest steps while a rank is missing
-(`swift_ft.planner.assignment.quickest`)."""
+(`swift_ft.planner.replay_cost.quickest`)."""
 
 _EXACT = frozenset(Strategy) - {Strategy.LOSSY_FORWARD}
 _REPLAYS = frozenset({Strategy.CATCH_UP, Strategy.REPLAY})
@@ -126,8 +126,6 @@ def lost_shard_problem(strategy: str, lost_shard: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanConfig:
-    """The operator's choices."""
-
     strategy: str = "auto"
     """"auto": without replay if every stage reaches one version without, else by replay, or by snapshots if there are
     any and that takes less time, else the checkpoint; "replica": as "auto", but steps are never replayed; "replay":
@@ -150,5 +148,4 @@ class PlanConfig:
 
     @property
     def setting(self) -> Setting:
-        """The setting that `strategy` names."""
         return SETTINGS[self.strategy]

@@ -111,7 +111,6 @@ class Way:
 
 
 def held(report: Report) -> str:
-    """Describes the state that a rank holds, in words."""
     if report.version is not None:
         return f"holds version {report.version}"
     return "holds no state" if report.newest is None else "is between two versions"
@@ -306,7 +305,6 @@ def may_finish(setting: str) -> bool:
 
 
 def replaying() -> frozenset[Strategy]:
-    """Returns the strategies that only replay."""
     return frozenset(policy.strategy for policy in TABLE.values() if policy.replays)
 
 

@@ -122,6 +122,7 @@ class CoordinatorClient:
         self._stub = pb_grpc.CoordinatorStub(self._channel)
         self._closed = threading.Event()
         self._watchers: list[ViewWatcher] = []
+        self._was_answered = False
         self._sent: object = None
         """Last call that was sent without waiting for its answer."""
 
@@ -226,13 +227,17 @@ class CoordinatorClient:
             try:
                 reply = method(request, timeout=max(0.05, min(ATTEMPT_TIMEOUT_S, remaining_s)))
                 self._line.came()
+                self._was_answered = True
                 return reply
             except grpc.RpcError as error:
                 code, details = outcome(error)
                 if is_another_service(details):
                     code = grpc.StatusCode.UNIMPLEMENTED
                 # A client that was admitted once had a valid token: a newer one may not be in the file yet.
-                if code not in _RETRIED and not (code in _NOT_ALLOWED and self._let_in) and code != _TOO_MUCH:
+                outdated = (code in _NOT_ALLOWED and self._let_in) or (
+                    code == grpc.StatusCode.UNAUTHENTICATED and self._was_answered
+                )
+                if code not in (*_RETRIED, _TOO_MUCH) and not outdated:
                     raise self._translated(code, details, refused) from None
                 if (
                     code == _TOO_MUCH

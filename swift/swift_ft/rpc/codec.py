@@ -6,14 +6,14 @@ In the JSON, numbers are numbers and every field is present. protobuf's own JSON
 
 import math
 from collections.abc import Mapping, MutableSequence, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf.message import Message
 
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.errors import ServiceError
-from swift_ft.planner import Help, Plan, Prediction, RankMeasured, RankPlan, Sent, StageMeasured, Strategy
+from swift_ft.planner import Plan, RankPlan, Strategy
 
 CALLS: Mapping[str, str] = {
     method.input_type.name: method.name for method in pb.DESCRIPTOR.services_by_name["Coordinator"].methods
@@ -57,8 +57,8 @@ def encoded(plan: Plan, generation: int, sources: Mapping[str, Sequence[str]]) -
         sources=[
             pb.StreamSources(stream=stream, servers=servers) for stream, servers in sorted(sources.items())
         ],
-        help=[pb.Help(**asdict(one)) for one in plan.help],
-        predictions=[pb.ReplayPrediction(**asdict(one)) for one in plan.predictions],
+        help=plan.help,
+        predictions=plan.predictions,
     )
 
 
@@ -79,8 +79,8 @@ def decoded(message: pb.Plan) -> PublishedPlan:
         collective_source=message.collective_source,
         reason=message.reason,
         exact=message.exact,
-        help=tuple(Help(**_fields(one)) for one in message.help),
-        predictions=tuple(Prediction(**_fields(one)) for one in message.predictions),
+        help=tuple(message.help),
+        predictions=tuple(message.predictions),
     )
     sources = {entry.stream: tuple(entry.servers) for entry in message.sources}
     return PublishedPlan(generation=message.generation, plan=plan, sources=sources)
@@ -101,38 +101,39 @@ def _strategy(number: int) -> Strategy:
     return Strategy[known.name]
 
 
-# Measurements of ranks, as messages: (rank) `to_message` → coordinator → (anyone) `from_message`.
+_STAGES_MAX, _DESTINATIONS_MAX = 64, 16
+"""Limits of stages that one rank runs, and of those that one stage sends to."""
 
 
-def to_message(measured: RankMeasured) -> pb.RankMeasured:
-    """Returns the message for one rank's measurements. `from_message` is its inverse."""
-    return pb.RankMeasured(**asdict(measured))
+def check_measured(measured: pb.RankMeasured) -> None:
+    """Raises ValueError if a value of a rank's measurements is out of its range."""
+    if measured.steps < 1:
+        raise ValueError("steps is 0: nothing was measured")
+    if len(measured.stages) > _STAGES_MAX:
+        raise ValueError(f"{len(measured.stages)} stages: a rank runs at most {_STAGES_MAX}")
+    indices = [stage.stage for stage in measured.stages]
+    if indices != sorted(set(indices)):
+        raise ValueError(f"stages must ascend: {indices}")
+    for stage in measured.stages:
+        if len(stage.sent) > _DESTINATIONS_MAX:
+            raise ValueError(
+                f"stage {stage.stage} sends to {len(stage.sent)} stages: at most {_DESTINATIONS_MAX}"
+            )
+        if len({sent.destination for sent in stage.sent}) < len(stage.sent):
+            raise ValueError(f"stage {stage.stage} names a destination twice")
+    for message in (measured, *measured.stages, *(sent for stage in measured.stages for sent in stage.sent)):
+        for field, value in message.ListFields():
+            most = _most(field.name)
+            if type(value) in (int, float) and not 0 <= value <= most:
+                raise ValueError(f"{field.name} is {value}: must be from 0 to {most:g}")
 
 
-def from_message(message: pb.RankMeasured) -> RankMeasured:
-    """Returns the measurements of a message. Raises ValueError if a value is out of its range."""
-    stages = tuple(
-        StageMeasured(**{**_fields(stage), "sent": tuple(Sent(**_fields(sent)) for sent in stage.sent)})
-        for stage in message.stages
-    )
-    return RankMeasured(**{**_fields(message), "stages": stages})
-
-
-# Fields of messages, by name.
-
-
-def _fields(message: Message) -> dict[str, Any]:
-    """Returns the fields of a message for the dataclass with equal names: tuples, and no optional field that is not
-    set."""
-    found = {
-        part: getattr(message, part.name)
-        for part in message.DESCRIPTOR.fields
-        if not part.has_presence or message.HasField(part.name)
-    }
-    return {
-        part.name: tuple(value) if isinstance(value, MutableSequence) else value
-        for part, value in found.items()
-    }
+def _most(name: str) -> float:
+    if name in ("stage", "destination"):
+        return 1 << 20
+    if name.endswith("_per_s"):
+        return 1e18
+    return 1e9 if name.endswith("_s") else 1 << 62
 
 
 def optional(message: Message, name: str) -> Any:

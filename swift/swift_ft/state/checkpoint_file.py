@@ -18,7 +18,7 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -55,12 +55,6 @@ _OTHERS = (
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {name: getattr(torch, name) for name in (*_SAFETENSORS, *_OTHERS)}
 )
-
-
-def as_safetensors(dtype: str, shape: list[int], size: int) -> tuple[str, list[int]]:
-    """Returns (element type, shape) of a tensor of `size` bytes in a safetensors header."""
-    word = _SAFETENSORS.get(dtype)
-    return (word, shape) if word is not None else ("U8", [size])
 
 
 # The index of one rank's checkpoint: it describes the data and contains nothing that could be executed.
@@ -173,7 +167,7 @@ def parse_index(content: bytes) -> Index:
 def _index(value: Any) -> Index:
     top = _fields(value, "the index", version=int, rank=int, data=dict, tensors=list, state=object)
     data = _fields(top["data"], "data", bytes=int, head_bytes=int, head_xxh3_128=str)
-    described = _described(top["state"])
+    described = described_by(top["state"])
     pieces: list[Piece] = []
     same: dict[str, str] = {}
     at = data["head_bytes"]
@@ -223,18 +217,22 @@ def check_skeleton(skeleton: Any) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Described:
+class Described:
     dtype: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    """Empty for contiguous strides."""
     size: int
     memory: int
     """Bytes in memory, with the gaps that its strides leave."""
+    accelerator: bool = False
+    """It was on a device."""
 
 
-def _described(skeleton: Any) -> dict[str, _Described]:
-    """Returns name -> the skeleton's description of the tensor, or of the array's bytes. `join` checks the rest."""
-    described: dict[str, _Described] = {}
+def described_by(skeleton: Any) -> dict[str, Described]:
+    """Returns name -> the skeleton's description of the tensor, or of the array's bytes, in the order in which `split`
+    returns them. `join` checks the rest. Raises Damaged."""
+    described: dict[str, Described] = {}
     for leaf in _leaves(skeleton, 0):
         name = leaf["tensor"] if "tensor" in leaf else leaf["array"]
         if not isinstance(name, str) or name in described:
@@ -243,7 +241,7 @@ def _described(skeleton: Any) -> dict[str, _Described]:
     return described
 
 
-def _tensor(leaf: Mapping[str, Any], name: str) -> _Described:
+def _tensor(leaf: Mapping[str, Any], name: str) -> Described:
     required, optional = {"tensor", "dtype", "shape"}, {"stride", "accelerator"}
     if not required <= leaf.keys() <= required | optional or leaf.get("accelerator", True) is not True:
         raise Damaged(f"tensor {name[:80]!r} is not described")
@@ -259,15 +257,15 @@ def _tensor(leaf: Mapping[str, Any], name: str) -> _Described:
         memory = max(size, (reach + 1) * DTYPES[dtype].itemsize)
     if ("stride" in leaf and len(stride) != len(shape)) or max(memory, *shape, *stride, 0) >= _FAR:
         raise Damaged(f"tensor {name[:80]!r} is larger than any memory")
-    return _Described(dtype, tuple(shape), tuple(stride), size, memory)
+    return Described(dtype, tuple(shape), tuple(stride), size, memory, "accelerator" in leaf)
 
 
-def _array(leaf: Mapping[str, Any], name: str) -> _Described:
+def _array(leaf: Mapping[str, Any], name: str) -> Described:
     size = leaf.get("bytes")
     if type(size) is not int or not 0 <= size < _FAR:
         raise Damaged(f"array {name[:80]!r} has no size")
     _lengths(leaf.get("shape"), name)
-    return _Described("array", (size,), (), size, size)
+    return Described("uint8", (size,), (), size, size)
 
 
 _FAR = 1 << 62
@@ -383,7 +381,7 @@ class Snapshot:
         copied: dict[tuple[Any, ...], str] = {}
         filled: set[int] = set()
         for name, tensor in tensors.items():
-            _check(name, tensor)
+            check_tensor(name, tensor)
             layout = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
             where = (tensor.device, tensor.data_ptr(), *layout)
             first = copied.setdefault(where, name) if tensor.nbytes else name
@@ -484,7 +482,8 @@ def on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
-def _check(name: str, tensor: torch.Tensor) -> None:
+def check_tensor(name: str, tensor: torch.Tensor) -> None:
+    """Raises UsageError for a tensor that a state cannot hold."""
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
         kind = "quantized" if tensor.is_quantized else "meta" if tensor.is_meta else "sparse or nested"
         raise UsageError(f"the state at {name} holds a {kind} tensor; keep it as plain tensors")
@@ -495,21 +494,18 @@ def _check(name: str, tensor: torch.Tensor) -> None:
 # --- writing ---
 
 
-class Sink(Protocol):
-    """A place for the files of one new shard."""
-
-    def create(self, name: str) -> AbstractContextManager[Callable[[memoryview], None]]:
-        """(context manager) Yields a function that appends to a new file. Raises OSError."""
+Create = Callable[[str], AbstractContextManager[Callable[[memoryview], None]]]
+"""(context manager) Creates a file of a new shard, by its name. Yields what appends to it. Raises OSError."""
 
 
 def write_shard(
-    sink: Sink, snapshot: Snapshot, version: int, rank: int, half: Callable[[], None] = lambda: None
+    create: Create, snapshot: Snapshot, version: int, rank: int, half: Callable[[], None] = lambda: None
 ) -> int:
     """Writes both files. Returns their bytes. `half`: called between the two. Raises OSError, or Damaged if the index
     would be too long."""
     head = _head(snapshot.tensors)
     pieces, at = [], len(head)
-    with sink.create(DATA) as write:
+    with create(DATA) as write:
         write(memoryview(head))
         for name, tensor in snapshot.tensors.items():
             state = xxhash.xxh3_128()
@@ -531,7 +527,7 @@ def write_shard(
             state=snapshot.skeleton,
         )
     )
-    with sink.create(INDEX) as write:
+    with create(INDEX) as write:
         write(memoryview(text))
     return at + len(text)
 
@@ -540,10 +536,9 @@ def _head(tensors: Mapping[str, torch.Tensor]) -> bytes:
     header: dict[str, Any] = {}
     at = 0
     for name, tensor in tensors.items():
-        dtype, shape = as_safetensors(
-            str(tensor.dtype).removeprefix("torch."), list(tensor.shape), tensor.nbytes
-        )
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + tensor.nbytes]}
+        word = _SAFETENSORS.get(str(tensor.dtype).removeprefix("torch."))
+        shape = [tensor.nbytes] if word is None else list(tensor.shape)
+        header[name] = {"dtype": word or "U8", "shape": shape, "data_offsets": [at, at + tensor.nbytes]}
         at += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -574,27 +569,22 @@ def _parts(data: memoryview) -> Iterator[memoryview]:
 # --- reading ---
 
 
-class Opened(Protocol):
+class Opened(NamedTuple):
     """An open file of a shard, read from its begin on."""
 
-    @property
-    def size(self) -> int: ...
-
-    def read(self, into: memoryview) -> int:
-        """Reads as much as there is room for, or less. Returns the bytes read; 0 at the end. Raises OSError."""
+    size: int
+    read: Callable[[memoryview], int]
+    """Reads as much as there is room for, or less. Returns the bytes read; 0 at the end. Raises OSError."""
 
 
-class Source(Protocol):
-    """The files of one shard."""
-
-    def open(self, name: str) -> AbstractContextManager[Opened]:
-        """(context manager) Opens a file. Raises OSError; IsADirectoryError if it is something else."""
+Open = Callable[[str], AbstractContextManager[Opened]]
+"""(context manager) Opens a shard's file. Raises OSError; IsADirectoryError if it is something else."""
 
 
-def read_shard(source: Source, version: int, rank: int) -> Any:
+def read_shard(open_file: Open, version: int, rank: int) -> Any:
     """Returns the state that `write_shard` was given. Raises Damaged or OSError. The state is complete and comes from
     these two files alone. Memory is only allocated for data that the files contain."""
-    with _opened(source, INDEX) as file:
+    with _opened(open_file, INDEX) as file:
         if file.size > INDEX_BYTES_MAX + 4096:
             raise Damaged(f"the index has {file.size} bytes")
         text = bytearray(file.size)
@@ -602,7 +592,7 @@ def read_shard(source: Source, version: int, rank: int) -> Any:
     index = parse_index(bytes(text))
     if (index.version, index.rank) != (version, rank):
         raise Damaged(f"it is version {index.version} of rank {index.rank}")
-    with _opened(source, DATA) as file:
+    with _opened(open_file, DATA) as file:
         if file.size != index.data_bytes:
             raise Damaged(f"{DATA} has {file.size} bytes instead of {index.data_bytes}")
         if index.memory_bytes > _memory_bytes():
@@ -620,10 +610,10 @@ def read_shard(source: Source, version: int, rank: int) -> Any:
 
 
 @contextmanager
-def _opened(source: Source, name: str) -> Iterator[Opened]:
+def _opened(open_file: Open, name: str) -> Iterator[Opened]:
     with ExitStack() as stack:
         try:
-            file = stack.enter_context(source.open(name))
+            file = stack.enter_context(open_file(name))
         except OSError as error:
             if error.errno not in (errno.EISDIR, errno.ENXIO):
                 raise

@@ -11,16 +11,17 @@ import secrets
 import shutil
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from swift_ft.errors import ServiceError
 from swift_ft.files import make_directory, open_regular, read_regular, sync_directory, write_whole
 from swift_ft.objects import Entry, Objects
-from swift_ft.state.checkpoint_file import INDEX, Opened, Sink, Source
+from swift_ft.state.checkpoint_file import INDEX, Create, Opened
 from swift_ft.text import generation_of, rank_of, scheme_of, version_folder, version_of
 
 
@@ -33,6 +34,14 @@ class Shard:
     name: str
     where: str
     """Its path or URL."""
+    whole: bool
+    modified_s: float
+    """Seconds since 1970, by the place's clock. A store's may have whole seconds."""
+
+    @property
+    def number(self) -> int:
+        """The place in the order of those that one process has written."""
+        return int(self.name.rpartition("-")[2])
 
     @property
     def generation(self) -> int:
@@ -45,11 +54,10 @@ MARK_BYTES_MAX = 1 << 16
 
 
 def shard_folder(version: int, rank: int) -> str:
-    """Returns the path of a rank's folder in a version's."""
     return f"{version_folder(version)}/rank{rank}"
 
 
-class Place(Protocol):
+class Place(ABC):
     """The shards of one job. Raises OSError; ServiceError for what must not be read or written."""
 
     where: str
@@ -57,64 +65,85 @@ class Place(Protocol):
     aside: str
     """How shards are called that are set aside."""
 
+    @abstractmethod
     def of_job(self, job: str) -> "Place":
         """Returns the place of another job beside this one."""
 
+    @abstractmethod
     def is_there(self) -> bool: ...
 
+    @abstractmethod
     def check(self, probe: str) -> None:
         """Writes something of this name, and removes it."""
 
+    @abstractmethod
     def versions(self) -> list[int]:
         """Returns the versions of which any rank has saved a shard, ascending; none if the place cannot be reached."""
 
+    @abstractmethod
     def ranks(self) -> set[int]:
         """Returns the ranks that have saved a shard of any version."""
 
-    def shards(self, version: int, rank: int, *, begun: bool = False) -> list[Shard]:
-        """Returns the whole shards; with `begun`, those that are not, in its stead. None behind a link."""
+    @abstractmethod
+    def shards(self, version: int, rank: int) -> list[Shard]:
+        """Returns all shards, whole or not. None behind a link."""
 
     def newest(self, version: int, rank: int) -> Shard | None:
         """Returns the whole shard of the highest generation, of several the one that was written last."""
+        whole = [shard for shard in self.shards(version, rank) if shard.whole]
+        return max(whole, key=lambda shard: (shard.generation, shard.modified_s, shard.number), default=None)
 
-    def source(self, shard: Shard) -> Source: ...
+    @abstractmethod
+    def open(self, shard: Shard, name: str) -> AbstractContextManager[Opened]:
+        """(context manager) Opens a file of a shard (`checkpoint_file.Open`)."""
 
-    def new(self, version: int, rank: int, name: str) -> AbstractContextManager[Sink]:
+    @abstractmethod
+    def new(self, version: int, rank: int, name: str) -> AbstractContextManager[Create]:
         """(context manager) A new shard, whole and durable at the end. Nothing of it stays if the block raises."""
 
+    @abstractmethod
     def remove(self, shards: Iterable[Shard]) -> None:
         """Removes shards, as far as that is possible."""
 
-    def tidy(self, version: int, rank: int) -> None:
-        """Removes folders in which there is nothing."""
-
     def entries(self, version: int, rank: int) -> list[Shard]:
-        """Returns all shards, whole or not; or the folder, if it is a link."""
+        """Returns what `set_aside` takes."""
+        return self.shards(version, rank)
 
+    @abstractmethod
     def set_aside(self, version: int, rank: int, entries: Sequence[Shard]) -> bool:
         """Keeps exactly these entries where they are never loaded. Returns whether there is anything to keep."""
 
+    @abstractmethod
     def mark(self, version: int, content: bytes) -> None:
         """Keeps this beside the shards of a version, durably, in the stead of what was kept."""
 
+    @abstractmethod
     def marked(self, version: int) -> bytes | None:
         """Returns what `mark` has kept; None if nothing."""
 
+    @abstractmethod
     def unmark(self, version: int) -> None: ...
+
+    # Only a directory has folders, and only calls to a store take long.
+
+    def tidy(self, version: int, rank: int) -> None:  # noqa: B027
+        """Removes folders in which there is nothing."""
 
     def in_background(self, work: Callable[[], None]) -> None:
         """Does the work where it delays nobody; what has not begun is given up for it."""
+        work()
 
-    def end_background(self) -> None:
+    def end_background(self) -> None:  # noqa: B027
         """Gives up the work in the background that has not begun, and waits for the end of the rest."""
 
     def for_write(self) -> "Place":
         """Returns the place as one write uses it, which `end_stuck_write` can end."""
+        return self
 
-    def end_stuck_write(self) -> None:
+    def end_stuck_write(self) -> None:  # noqa: B027
         """(another thread) Ends the last write if nothing has been heard of it for a while."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Gives up the work in the background that has not begun."""
 
 
@@ -139,50 +168,19 @@ def _descriptor(path: str | Path, flags: int, inside: int | None = None) -> Iter
         os.close(file)
 
 
-class _FolderSink:
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+@contextmanager
+def _created(folder: Path, name: str) -> Iterator[Callable[[memoryview], None]]:
+    with _descriptor(folder / name, _NEW) as file:
 
-    @contextmanager
-    def create(self, name: str) -> Iterator[Callable[[memoryview], None]]:
-        with _descriptor(self._folder / name, _NEW) as file:
+        def write(data: memoryview) -> None:
+            while len(data):
+                data = data[os.write(file, data) :]
 
-            def write(data: memoryview) -> None:
-                while len(data):
-                    data = data[os.write(file, data) :]
-
-            yield write
-            os.fsync(file)
+        yield write
+        os.fsync(file)
 
 
-@dataclass(frozen=True, slots=True)
-class _File:
-    descriptor: int
-    size: int
-
-    def read(self, into: memoryview) -> int:
-        return os.readv(self.descriptor, [into])
-
-
-class _FolderSource:
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    @contextmanager
-    def open(self, name: str) -> Iterator[Opened]:
-        """Opens a regular file, without following links."""
-        with (
-            _descriptor(self._folder.parent, _FOLDER) as above,
-            _descriptor(self._folder.name, _FOLDER, above) as inside,
-        ):
-            file = open_regular(name, os.O_RDONLY, inside=inside)
-            try:
-                yield _File(file, os.fstat(file).st_size)
-            finally:
-                os.close(file)
-
-
-class DirectoryPlace:
+class DirectoryPlace(Place):
     aside = ".former-*"
 
     def __init__(self, directory: Path) -> None:
@@ -217,38 +215,38 @@ class DirectoryPlace:
         )
         return {rank for rank in found if rank is not None}
 
-    def shards(self, version: int, rank: int, *, begun: bool = False) -> list[Shard]:
+    def shards(self, version: int, rank: int) -> list[Shard]:
         folder = self._folder(version, rank)
-        return [] if _is_linked(folder) else self._shards(version, rank, begun=begun)
-
-    def _shards(self, version: int, rank: int, *, begun: bool = False) -> list[Shard]:
-        found = self._folder(version, rank).glob(".g*" if begun else "g*")
-        return [
-            Shard(version, rank, path.name, str(path))
-            for path in found
-            if generation_of(path.name) is not None
-        ]
+        found = []
+        for path in () if _is_linked(folder) else folder.glob("*"):
+            if generation_of(path.name) is not None and path.is_dir():
+                with suppress(FileNotFoundError):  # removed meanwhile
+                    whole, modified_s = not path.name.startswith("."), path.stat().st_mtime
+                    found.append(Shard(version, rank, path.name, str(path), whole, modified_s))
+        return found
 
     def newest(self, version: int, rank: int) -> Shard | None:
         folder = self._folder(version, rank)
         if _is_linked(folder):
             raise ServiceError(f"checkpoint {folder} is a link; nothing is read through it")
-        shards = [shard for shard in self._shards(version, rank) if Path(shard.where).is_dir()]
-        newest = max(
-            shards, key=lambda shard: (shard.generation, Path(shard.where).stat().st_mtime_ns), default=None
-        )
-        if newest is None and (folder / "state.json").exists():
-            raise ServiceError(
-                f"checkpoint {folder} was written by an older swift-ft, in a format that could run code: "
-                "nothing of it is read; go on with that version, or begin under another job name"
-            )
-        return newest
-
-    def source(self, shard: Shard) -> Source:
-        return _FolderSource(Path(shard.where))
+        return super().newest(version, rank)
 
     @contextmanager
-    def new(self, version: int, rank: int, name: str) -> Iterator[Sink]:
+    def open(self, shard: Shard, name: str) -> Iterator[Opened]:
+        """Opens a regular file, without following links."""
+        folder = Path(shard.where)
+        with (
+            _descriptor(folder.parent, _FOLDER) as above,
+            _descriptor(folder.name, _FOLDER, above) as inside,
+        ):
+            file = open_regular(name, os.O_RDONLY, inside=inside)
+            try:
+                yield Opened(os.fstat(file).st_size, lambda into: os.readv(file, [into]))
+            finally:
+                os.close(file)
+
+    @contextmanager
+    def new(self, version: int, rank: int, name: str) -> Iterator[Create]:
         folder = self._folder(version, rank)
         shard = folder / name
         part = shard.with_name(f".{name}")
@@ -257,7 +255,7 @@ class DirectoryPlace:
         try:
             _make(folder)
             part.mkdir(mode=0o700)
-            yield _FolderSink(part)
+            yield partial(_created, part)
             sync_directory(part)
             part.rename(shard)
             sync_directory(folder)
@@ -274,18 +272,17 @@ class DirectoryPlace:
 
     def tidy(self, version: int, rank: int) -> None:
         folder = self._folder(version, rank)
-        if _is_linked(folder):
-            return
-        with suppress(OSError):  # a replacement's shard is there, or another rank's
-            folder.rmdir()
-        with suppress(OSError):
-            folder.parent.rmdir()
+        if not _is_linked(folder):
+            with suppress(OSError):  # a replacement's shard is there, or another rank's
+                folder.rmdir()
+            with suppress(OSError):
+                folder.parent.rmdir()
 
     def entries(self, version: int, rank: int) -> list[Shard]:
         folder = self._folder(version, rank)
-        if folder.is_symlink():
-            return [Shard(version, rank, folder.name, str(folder))]
-        return [*self._shards(version, rank), *self._shards(version, rank, begun=True)]
+        if folder.is_symlink():  # it is set aside as it is
+            return [Shard(version, rank, folder.name, str(folder), False, 0.0)]
+        return self.shards(version, rank)
 
     def set_aside(self, version: int, rank: int, entries: Sequence[Shard]) -> bool:
         folder = self._folder(version, rank)
@@ -323,21 +320,6 @@ class DirectoryPlace:
             raise OSError(errno.ELOOP, f"{folder} is a link")
         return folder / MARK
 
-    def in_background(self, work: Callable[[], None]) -> None:
-        work()  # it takes moments
-
-    def end_background(self) -> None:
-        """There is none."""
-
-    def for_write(self) -> Place:
-        return self
-
-    def end_stuck_write(self) -> None:
-        """A write to a directory cannot be ended."""
-
-    def close(self) -> None:
-        pass
-
     def _folder(self, version: int, rank: int) -> Path:
         return self._directory / shard_folder(version, rank)
 
@@ -361,45 +343,7 @@ _STUCK_S = 5.0
 """Seconds without an answer after which a write is ended for a newer one. Parts take less, or the link is too slow."""
 
 
-class _ObjectSink:
-    """Uploads the tensors, and holds the index back."""
-
-    def __init__(self, objects: Objects, prefix: str) -> None:
-        self._objects = objects
-        self._prefix = prefix
-        self.index = b""
-
-    @contextmanager
-    def create(self, name: str) -> Iterator[Callable[[memoryview], None]]:
-        if name != INDEX:
-            with self._objects.upload(f"{self._prefix}/{name}") as write:
-                yield write
-            return
-        content = bytearray()
-        yield content.extend
-        self.index = bytes(content)
-
-
-@dataclass(frozen=True, slots=True)
-class _Object:
-    size: int
-    read: Callable[[memoryview], int]
-
-
-class _ObjectSource:
-    def __init__(self, objects: Objects, prefix: str) -> None:
-        self._objects = objects
-        self._prefix = prefix
-
-    @contextmanager
-    def open(self, name: str) -> Iterator[Opened]:
-        path = f"{self._prefix}/{name}"
-        size = self._objects.size(path)
-        with self._objects.reader(path, size) as read:
-            yield _Object(size, read)
-
-
-class ObjectPlace:
+class ObjectPlace(Place):
     aside = FORMER
 
     def __init__(self, objects: Objects, where: str) -> None:
@@ -436,47 +380,43 @@ class ObjectPlace:
                 found.add(rank)
         return found
 
-    def shards(self, version: int, rank: int, *, begun: bool = False) -> list[Shard]:
-        found = self._found(version, rank)
-        return [
-            self._shard(version, rank, name)
-            for name, files in found.items()
-            if (INDEX not in files if begun else INDEX in files) and FORMER not in files
-        ]
-
-    def _found(self, version: int, rank: int) -> dict[str, dict[str, Entry]]:
-        """Returns shard -> file -> its entry."""
-        prefix = shard_folder(version, rank)
+    def shards(self, version: int, rank: int) -> list[Shard]:
+        folder = shard_folder(version, rank)
         found: dict[str, dict[str, Entry]] = {}
-        for entry in self._objects.entries(prefix):
-            name, _, file = entry.path.removeprefix(f"{prefix}/").partition("/")
+        for entry in self._objects.entries(folder):
+            name, _, file = entry.path.removeprefix(f"{folder}/").partition("/")
             if generation_of(name) is not None:
                 found.setdefault(name, {})[file] = entry
-        return found
-
-    def _shard(self, version: int, rank: int, name: str) -> Shard:
-        return Shard(version, rank, name, f"{self.where}/{shard_folder(version, rank)}/{name}")
-
-    def newest(self, version: int, rank: int) -> Shard | None:
-        found = self._found(version, rank)
-
-        def order(name: str) -> tuple[int, float, int]:
-            # The store's clock may have whole seconds; the number tells two shards of one process apart.
-            number = int(name.rpartition("-")[2])
-            return generation_of(name) or 0, found[name][INDEX].modified_s, number
-
-        whole = [name for name, files in found.items() if INDEX in files and FORMER not in files]
-        return self._shard(version, rank, max(whole, key=order)) if whole else None
-
-    def source(self, shard: Shard) -> Source:
-        return _ObjectSource(self._objects, f"{shard_folder(shard.version, shard.rank)}/{shard.name}")
+        return [
+            Shard(version, rank, name, f"{self.where}/{folder}/{name}", INDEX in files, modified_s)
+            for name, files in found.items()
+            if FORMER not in files
+            for modified_s in [max(entry.modified_s for entry in files.values())]
+        ]
 
     @contextmanager
-    def new(self, version: int, rank: int, name: str) -> Iterator[Sink]:
+    def open(self, shard: Shard, name: str) -> Iterator[Opened]:
+        path = f"{shard_folder(shard.version, shard.rank)}/{shard.name}/{name}"
+        size = self._objects.size(path)
+        with self._objects.reader(path, size) as read:
+            yield Opened(size, read)
+
+    @contextmanager
+    def new(self, version: int, rank: int, name: str) -> Iterator[Create]:
         prefix = f"{shard_folder(version, rank)}/{name}"
-        sink = _ObjectSink(self._objects, prefix)
-        yield sink  # what was uploaded when it fails goes with the version
-        self._objects.create(f"{prefix}/{INDEX}", sink.index)
+        index = bytearray()
+
+        @contextmanager
+        def create(file: str) -> Iterator[Callable[[memoryview], None]]:
+            """Uploads the tensors, and holds the index back."""
+            if file == INDEX:
+                yield index.extend
+                return
+            with self._objects.upload(f"{prefix}/{file}") as write:
+                yield write
+
+        yield create  # what was uploaded when it fails goes with the version
+        self._objects.create(f"{prefix}/{INDEX}", bytes(index))
 
     def remove(self, shards: Iterable[Shard]) -> None:
         for shard in shards:
@@ -485,13 +425,6 @@ class ObjectPlace:
                 files = [entry.path for entry in self._objects.entries(prefix)]
                 # The index first: without it nothing of the shard is loaded.
                 self._objects.remove(sorted(files, key=lambda path: not path.endswith(f"/{INDEX}")))
-
-    def tidy(self, version: int, rank: int) -> None:
-        """There are no folders."""
-
-    def entries(self, version: int, rank: int) -> list[Shard]:
-        found = self._found(version, rank)
-        return [self._shard(version, rank, name) for name, files in found.items() if FORMER not in files]
 
     def set_aside(self, version: int, rank: int, entries: Sequence[Shard]) -> bool:
         aside = False

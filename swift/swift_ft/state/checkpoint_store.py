@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -119,7 +120,6 @@ class CheckpointStore:
 
     @property
     def where(self) -> str:
-        """The directory or URL."""
         return self._place.where
 
     def is_there(self) -> bool:
@@ -193,17 +193,17 @@ class CheckpointStore:
             self._writing.attempted.wait()
 
     def _write(self, version: int, generation: int, snapshot: Snapshot) -> int:
-        """Writes the version durably. Returns its files' bytes."""
         self._written += 1
         place, rank = self._place.for_write(), self._rank
         name = f"g{generation}-{self._process}-{self._written}"
-        place.remove(_up_to(generation - 1, place.shards(version, rank, begun=True)))
-        with place.new(version, rank, name) as sink:
-            file_bytes = write_shard(sink, snapshot, version, rank, lambda: self._half_written(version))
+        begun = [shard for shard in place.shards(version, rank) if not shard.whole]
+        place.remove(_up_to(generation - 1, begun))
+        with place.new(version, rank, name) as create:
+            file_bytes = write_shard(create, snapshot, version, rank, lambda: self._half_written(version))
             if self._holder.fenced:
                 raise _FencedMeanwhile
         # Shards of this version that were written before a recovery.
-        others = [shard for shard in place.shards(version, rank) if shard.name != name]
+        others = [shard for shard in place.shards(version, rank) if shard.whole and shard.name != name]
         place.remove(_up_to(generation, others))
         return file_bytes
 
@@ -247,7 +247,7 @@ class CheckpointStore:
                 f"checkpoint {self.where}/{shard_folder(version, self._rank)} is not whole: there is nothing in it"
             )
         try:
-            return read_shard(self._place.source(newest), version, newest.rank)
+            return read_shard(partial(self._place.open, newest), version, newest.rank)
         except OSError as error:
             raise ServiceError(f"checkpoint {newest.where} is not whole: {error.strerror or error}") from None
         except Damaged as error:
@@ -271,7 +271,6 @@ class CheckpointStore:
                 yield self.load(version)
 
     def versions(self) -> list[int]:
-        """Returns the versions of which any rank has saved a shard, ascending."""
         return self._place.versions()
 
     def ranks(self) -> set[int]:
@@ -319,8 +318,7 @@ class CheckpointStore:
 
     def _own_older(self, version: int) -> Iterator[Shard]:
         """Yields the shards, complete or not, that this process saved in older generations."""
-        place, rank = self._place, self._rank
-        for shard in (*place.shards(version, rank), *place.shards(version, rank, begun=True)):
+        for shard in self._place.shards(version, self._rank):
             if shard.generation < self._holder.entered and shard.name.split("-")[1] in self._past.names:
                 yield shard
 
@@ -359,8 +357,7 @@ class CheckpointStore:
                     place.unmark(version)
                 except OSError:  # a marked version has its shards
                     continue
-                shards = [*place.shards(version, rank), *place.shards(version, rank, begun=True)]
-                place.remove(_up_to(generation, shards))
+                place.remove(_up_to(generation, place.shards(version, rank)))
                 place.tidy(version, rank)
 
 

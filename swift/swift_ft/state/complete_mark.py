@@ -39,7 +39,6 @@ def _checksum(content: Mapping[str, Any]) -> str:
 
 
 def mark_of(version: int, view: pb.View, config: Mapping[str, str]) -> bytes:
-    """Returns the mark of a version that is complete by this View."""
     inexact = view.HasField("inexact_since") and view.inexact_since <= version
     content = {
         "job": view.job,
@@ -96,7 +95,8 @@ def find(own: Place, given: str, rank: int) -> pb.Found:
     generation = 0
     for place in places(own, given):
         marks = list(_marks(place, own.where.rpartition("/")[2], problems))
-        saved = [shard.generation for version in place.versions() for shard in place.shards(version, rank)]
+        shards = [shard for version in place.versions() for shard in place.shards(version, rank)]
+        saved = [shard.generation for shard in shards if shard.whole]
         generation = max([generation, *(mark["generation"] for mark in marks), *saved])
         if marks and (best is None or marks[-1]["version"] > best[1][-1]["version"]):
             best = place, marks

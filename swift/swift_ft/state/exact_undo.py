@@ -1,17 +1,10 @@
 """Bit-exact undo: keeps the residue, the difference between the inverse step's result and the old values.
 
 When a bucket is applied, its step is inverted at once, next to a temporary copy of the old values. The residue is taken
-in units of the last place (as integers of the bits) and is nearly always small. It is kept in a byte, or two residues
-share a byte. The few that do not fit ("escapes": where the old value was tiny or not finite) are kept as whole values
-with their position. Undo repeats the same computation, which gives the same bits, and adds the residue.
-
-    columns of a parameter          bytes per element
-    parameter                       1
-    parameter, one state            1 + 1
-    parameter, two states           ½ + ½ (parameter, second moment) + 1
-
-Escapes are extra: 8 bytes each for float32. Measured with normal gradients: 2.0 to 2.3 bytes per parameter; 2.8 in the
-second step of an optimizer with two states, where a second moment that is the sum of few squares grows many times over.
+in units of the last place (as integers of the bits) and is nearly always small: it is kept in a byte for each element
+of the parameter and of its state. The few that do not fit ("escapes": where the old value was tiny or not finite) are
+kept as whole values with their position, 8 bytes each for float32. Undo repeats the same computation, which gives the
+same bits, and adds the residue.
 """
 
 import torch
@@ -30,21 +23,19 @@ def _whole(old: torch.Tensor) -> torch.Tensor:
 class Residue:
     """A cluster's residue: the old values minus the result of the inverse step. Computed in the constructor.
 
-    `old`: values before the step, by column as in the cluster. `layout`: columns that share a byte.
+    `old`: values before the step, by column as in the cluster.
     """
 
     def __init__(
         self,
         cluster: Cluster,
         old: list[list[torch.Tensor]],
-        layout: list[tuple[int, ...]],
         pool: Pool,
         key: tuple[object, ...],
     ):
         self._cluster = cluster
-        self._layout = layout
         numel, dtype, device = sum(t.numel() for t in old[0]), old[0][0].dtype, old[0][0].device
-        self._codes = [pool.get((*key, i), numel, torch.int8, device) for i in range(len(layout))]
+        self._codes = [pool.get((*key, i), numel, torch.int8, device) for i in range(len(old))]
         self._some: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._whole: dict[int, torch.Tensor] = {}
         most, room = numel // 2, max(ROOM, numel // 64)
@@ -56,7 +47,7 @@ class Residue:
                 )
                 for column in range(len(old))
             }
-            counts = cluster.one_pass.record(old, layout, self._codes, space)
+            counts = cluster.one_pass.record(old, self._codes, space)
             needed = max((count for count in counts if count <= most), default=0)
             if needed <= room:
                 break
@@ -74,24 +65,12 @@ class Residue:
         return sum(tensor.nbytes for tensor in (*self._codes, *escapes))
 
     def undo(self) -> None:
-        self._cluster.one_pass.undo(self._layout, self._codes, self._some)
+        self._cluster.one_pass.undo(self._codes, self._some)
         for column, whole in self._whole.items():
             tensors = self._cluster.columns[column]
             values = whole.expand(sum(tensor.numel() for tensor in tensors))
             for tensor, old in zip(tensors, torch.split(values, [t.numel() for t in tensors]), strict=True):
                 tensor.copy_(old.view(tensor.shape))
-
-
-YOUNG = 5
-"""Step below which a second moment often grows many times over, and needs the whole byte."""
-
-
-def layout(states: int, step: float) -> list[tuple[int, ...]]:
-    """Returns the columns that share a byte, for a parameter with so many states after so many steps. Of two states the
-    last one is a second moment."""
-    if states < 2:
-        return [(column,) for column in range(1 + states)]
-    return [(0, 1), (2,)] if step < YOUNG else [(0, 2), (1,)]
 
 
 class Exact:
@@ -135,7 +114,6 @@ class Exact:
 
     @torch.no_grad()
     def after(self) -> None:
-        """(after the optimizer's step) Inverts the step and keeps the residue."""
         bucket = self._bucket
         bucket.applied()
         if bucket.skipped:
@@ -143,8 +121,7 @@ class Exact:
         for number, cluster in enumerate(bucket.clusters(sane=False)):
             # By column, in the order of the live tensors.
             old = [list(column) for column in zip(*(self._old[i] for i in cluster.members), strict=True)]
-            columns = layout(cluster.kept - 1, cluster.step)
-            self._residues.append(Residue(cluster, old, columns, self._pool, (self._key, number)))
+            self._residues.append(Residue(cluster, old, self._pool, (self._key, number)))
         self._old = {}
 
     @torch.no_grad()

@@ -11,16 +11,15 @@ A directory gets its final name once its content is durable and has been read ba
 """
 
 import io
+import math
 import os
 import pickle
 import re
 import secrets
 import shutil
 import warnings
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import product
 from pathlib import Path, PurePath
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, cast
@@ -49,8 +48,6 @@ from swift_ft.text import listed
 
 METADATA = ".metadata"
 METADATA_BYTES_MAX = 256 << 20
-_CUT_MAX = 8
-"""Limit on the dimensions in which a tensor is cut into chunks."""
 
 
 def _size(*values: Any) -> torch.Size:
@@ -171,11 +168,8 @@ class _Planner(DefaultLoadPlanner):
         for name, wanted in self.state_dict.items():
             saved = self.metadata.state_dict_metadata[name]
             if isinstance(saved, metadata.TensorStorageMetadata):
-                boxes = {(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in saved.chunks}
-                if not _make_all(boxes, tuple(saved.size)):
-                    raise ValueError(
-                        f"the chunks of {name} do not make a tensor of {list(saved.size)}: some are missing, or overlap"
-                    )
+                if not _fill(saved.chunks, saved.size):
+                    raise ValueError(f"the chunks of {name} do not make a tensor of {list(saved.size)}")
             elif isinstance(wanted, torch.Tensor):
                 raise ValueError(f"{name} is no tensor there")
         return plan
@@ -187,29 +181,33 @@ class _Planner(DefaultLoadPlanner):
         super().load_bytes(read_item, plain)
 
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes of a part of a tensor."""
-
-
-def _make_all(boxes: Collection[Box], size: tuple[int, ...]) -> bool:
-    """Returns whether every element of a tensor is in exactly one box.
-
-    A function on a grid is determined by its mixed differences, those in all dimensions. A box has differences of 1 and
-    -1 in turn at its corners, and 0 elsewhere. So the corners of all boxes must add up to those of the whole.
-    """
-    if 0 in size:
-        return True
-    if any(min(sizes, default=0) < 0 for _, sizes in boxes):
+def _fill(chunks: Sequence[metadata.ChunkStorageMetadata], size: torch.Size) -> bool:
+    """Returns whether every element of a tensor is in exactly one of its chunks: they lie inside of it, have as many
+    elements, and do not overlap."""
+    for chunk in chunks:
+        for at, length, whole in zip(chunk.offsets, chunk.sizes, size, strict=True):
+            if at < 0 or length < 0 or at + length > whole:
+                return False
+    if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
         return False
-    cut = [at for at, length in enumerate(size) if any(sizes[at] != length for _, sizes in boxes)]
-    if len(cut) > _CUT_MAX:
-        return False
-    corners: Counter[tuple[int, ...]] = Counter()
-    for (offsets, sizes), sign in [(((0,) * len(size), size), -1), *((box, 1) for box in boxes)]:
-        for far in product((False, True), repeat=len(cut)):
-            corner = tuple(offsets[at] + sizes[at] * there for at, there in zip(cut, far, strict=True))
-            corners[corner] += -sign if sum(far) % 2 else sign
-    return not any(corners.values())
+    boxes = [[range(at, at + n) for at, n in zip(c.offsets, c.sizes)] for c in chunks if math.prod(c.sizes)]
+    return len(boxes) < 2 or not _overlap(boxes, len(size))
+
+
+def _overlap(boxes: Sequence[Sequence[range]], dimensions: int) -> bool:
+    """Goes along the dimension with most offsets, so that each box is compared only with those beside it."""
+    along = max(range(dimensions), key=lambda at: len({box[at].start for box in boxes}))
+    beside: list[Sequence[range]] = []
+    for box in sorted(boxes, key=lambda box: box[along].start):
+        beside = [other for other in beside if other[along].stop > box[along].start]
+        if any(all(map(_meet, box, other)) for other in beside):
+            return True
+        beside.append(box)
+    return False
+
+
+def _meet(one: range, other: range) -> bool:
+    return one.start < other.stop and other.start < one.stop
 
 
 def load_dcp(state_dict: dict[str, Any], directory: str | os.PathLike[str]) -> None:
@@ -314,7 +312,7 @@ def assemble(states: Sequence[State]) -> State:
 
 
 class _Part(NamedTuple):
-    """A rank's part of a tensor along one dimension of a mesh (`swift_ft.state.transfer.placement`)."""
+    """A rank's part of a tensor along one dimension of a mesh (`swift_ft.state.fsdp.placement`)."""
 
     nested: bool
     """It is a part of what the other dimensions of the mesh leave to this rank."""

@@ -25,7 +25,7 @@ from swift_ft.errors import ServiceError, UsageError
 from swift_ft.optimizers import Lamb
 from swift_ft.planner import Assignment
 from swift_ft.state.tensors import summed
-from swift_ft.state.transfer import local, placement
+from swift_ft.state.transfer import local
 
 # Optimizers whose steps take norms or products of whole matrices: collectives of torch's after the vote.
 _COMMUNICATING = (Lamb, torch.optim.Adafactor, torch.optim.Muon, torch.optim.LBFGS)
@@ -120,6 +120,39 @@ def broadcast(group: ReconfigurableGroup, tensors: Iterable[torch.Tensor]) -> No
 
 
 # --- states ---
+
+
+def placement(tensor: Any) -> str:
+    """Describes the shard that `local` returns; empty for an unsharded tensor. Raises UsageError for partial sums.
+
+    ``S(0) 1/2 by 4, R on shard×tensor of [8, 6]``: for each dimension of the mesh, R if all have the same, else the
+    tensor's dimension, which of its parts this is, and how many ranks further the next one is.
+    """
+    if not hasattr(tensor, "to_local"):
+        return ""
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    words = []
+    for dimension, kind in enumerate(tensor.placements):
+        if kind.is_partial():
+            raise UsageError("a state holds partial sums (DTensor with Partial()); redistribute them first")
+        if kind.is_replicate():
+            words.append("R")
+            continue
+        split = getattr(kind, "split_factor", None)  # FSDP's shard of a tensor-parallel one's
+        word = f"S({kind.dim})" if split is None else f"_S({kind.dim}/{split})"
+        words.append(
+            f"{word} {coordinate[dimension] + 1}/{mesh.size(dimension)} by {_apart(mesh, dimension)}"
+        )
+    return f"{', '.join(words)} on {'×'.join(mesh.mesh_dim_names or ()) or 'a mesh'} of {list(tensor.shape)}"
+
+
+def _apart(mesh: Any, dimension: int) -> int:
+    """Returns how many ranks lie between neighbours along this dimension of the mesh."""
+    if mesh.size(dimension) == 1:
+        return 1
+    row = mesh.mesh.movedim(dimension, 0).flatten(1)[:, 0] if mesh.ndim > 1 else mesh.mesh
+    return int(row[1] - row[0])
 
 
 def localized(state: Any, path: str = "state") -> tuple[Any, dict[str, str]]:

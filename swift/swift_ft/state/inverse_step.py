@@ -11,57 +11,8 @@ import torch
 from swift_ft.errors import ServiceError
 from swift_ft.optimizers import Lamb, Lion
 from swift_ft.state import kernels, optimizer_names
-from swift_ft.state.kernels import DTYPES, Backwards, Form
+from swift_ft.state.kernels import Backwards, Form
 from swift_ft.state.tensors import overlapping
-
-# Error of an undo, for drills and benchmarks that also keep a copy.
-
-
-@dataclass(slots=True)
-class Error:
-    elements: int = 0
-    equal: int = 0
-    ulps: float = 0.0
-    ulps_max: float = 0.0
-    squares: float = 0.0
-    step_squares: float = 0.0
-
-    def add(self, truth: torch.Tensor, got: torch.Tensor, stepped_squares: float) -> None:
-        if not truth.numel():
-            return
-        apart = (_order(truth) - _order(got)).abs()
-        self.elements += truth.numel()
-        self.equal += int((apart == 0).sum())
-        self.ulps += float(apart.sum(dtype=torch.float64))
-        self.ulps_max = max(self.ulps_max, float(apart.max()))
-        self.squares += squares(truth, got)
-        self.step_squares += stepped_squares
-
-    @property
-    def ulps_mean(self) -> float:
-        return self.ulps / max(self.elements, 1)
-
-    @property
-    def exact_share(self) -> float:
-        return self.equal / self.elements if self.elements else 1.0
-
-    @property
-    def step_error(self) -> float:
-        return float((self.squares / self.step_squares) ** 0.5) if self.step_squares else 0.0
-
-
-def squares(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Returns the squared distance, over the elements that are finite in both."""
-    return float((a.detach().double() - b.detach().double()).nan_to_num_(0.0, 0.0, 0.0).square().sum())
-
-
-def _order(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns integers in the order of the values, neighbours one apart; both zeros are 0."""
-    integers = DTYPES[tensor.dtype]
-    bits = tensor.detach().contiguous().view(integers).to(torch.int64)
-    smallest = torch.iinfo(integers).min
-    return torch.where(bits < 0, smallest - bits, bits)
-
 
 # Inverses of the optimizers' steps: they compute parameters and state before a step from those after it.
 #
@@ -240,7 +191,6 @@ class Cluster:
     gradients: list[torch.Tensor]
     backwards: Backwards
     sane: bool
-    step: float
 
     @functools.cached_property
     def one_pass(self) -> kernels.Pass:
@@ -283,7 +233,7 @@ class Bucket:
                     for name, value in state.items()
                     if name not in self.names and isinstance(value, torch.Tensor)
                 ]
-        self._before: list[torch.Tensor] = optimizer_names.clone(self._small) if self._small else []
+        self._before = [tensor.clone() for tensor in self._small]
         self.first = [self._is_first(state) for state in self._states]
         self.gradients: list[torch.Tensor] = []
         self._versions: list[int] = []
@@ -327,7 +277,7 @@ class Bucket:
             backwards = self.rule.backwards(Applied(hyper=hyper, step=step, trust_ratio=trust, first=first))
             gradients = [self.gradients[i].detach() for i in members]
             columns = self.columns(members, state=True)
-            yield Cluster(members, first, columns, gradients, backwards, sane, step)
+            yield Cluster(members, first, columns, gradients, backwards, sane)
 
     def columns(self, members: list[int], *, state: bool) -> list[list[torch.Tensor]]:
         parameters = [self.parameters[i] for i in members]

@@ -8,25 +8,25 @@ neither).
 
 import copy
 import inspect
-import random
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from operator import is_
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.optimizers import Lamb, Lion
-from swift_ft.state import inverse_step, kernels, optimizer_names
+from swift_ft.state import kernels, optimizer_names
 from swift_ft.state.device_undo import CodedCopies
 from swift_ft.state.exact_undo import Exact
-from swift_ft.state.inverse_step import RULES, Applied, Arithmetic, Bucket, numbers, snapshot, squares, unfit
+from swift_ft.state.inverse_step import RULES, Applied, Arithmetic, Bucket, numbers, snapshot, unfit
 from swift_ft.state.kernels import Pool
 from swift_ft.state.optimizer_names import bare_step, own_post_hooks, post_hooks, pre_hooks
+from swift_ft.state.rng import calls_of_generator
 from swift_ft.state.transfer import local
 
 # Optimizer classes whose step treats each parameter independently, so that it can be cut into buckets.
@@ -100,21 +100,20 @@ class Kept:
         self._but = frozenset(but)
         self._order = list(holder)
         self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._generators: list[tuple[Any, Any]] = []
+        self._generators: list[tuple[Callable[[Any], object], Any]] = []
         self._optimizers: list[Kept] = []
         self._value = {key: self._take(value) for key, value in holder.items() if key not in self._but}
 
     @property
     def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Returns each tensor with its copy."""
         return [pair for kept in (self, *self._optimizers) for pair in kept._tensors]
 
     @torch.no_grad()
     def restore(self) -> dict[Any, Any]:
         for tensor, copied in self._tensors:
             tensor.copy_(copied)
-        for generator, state in self._generators:
-            _set_state(generator, state)
+        for set_state, state in self._generators:
+            set_state(state)
         for kept in self._optimizers:
             kept.restore()
         left_alone = {key: value for key, value in self._holder.items() if key in self._but}
@@ -129,33 +128,15 @@ class Kept:
     def _remember(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
             self._tensors.append((value, value.detach().clone()))
-        elif isinstance(value, torch.Generator | random.Random | np.random.Generator | np.random.RandomState):
-            self._generators.append((value, _state_of(value)))
+        elif (calls := calls_of_generator(value)) is not None:
+            get_state, set_state = calls
+            self._generators.append((set_state, get_state()))
         elif isinstance(value, torch.optim.Optimizer) and id(value) not in self._seen:
             seen = self._seen | {id(value)}
             self._optimizers += [Kept(group, but=("params",)) for group in value.param_groups]
             self._optimizers += [Kept(value.state)] if self._states else []
             self._optimizers += [Kept(vars(value), but=OPTIMIZERS_OWN, states=self._states, seen=seen)]
         return value
-
-
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, np.random.Generator):
-        return copy.deepcopy(generator.bit_generator.state)
-    return generator.get_state()
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    else:
-        generator.set_state(state)
 
 
 def _walk(value: Any, visit: Any) -> Any:
@@ -217,10 +198,6 @@ class PreImage:
     def after(self) -> None:
         """Does no work: the copies were taken before the step."""
 
-    def distances(self) -> list[float]:
-        """Returns the squared distance of each parameter from its copy."""
-        return [squares(local(p), value) for p, value in zip(self.parameters, self.values, strict=True)]
-
     def undo(self) -> None:
         with torch.no_grad():
             if self.values:
@@ -247,13 +224,6 @@ class UndoResult:
     exact: bool
     """True if parameters and state have the bits they had before the step."""
     buckets: int
-    ulps_max: float | None = None
-    """Largest error of a parameter's element, in units of the last place of its true value; if measured."""
-    ulps_mean: float | None = None
-    exact_share: float | None = None
-    """Share of the parameters' elements that came back bit for bit; if measured."""
-    step_error: float | None = None
-    """Norm of the parameters' error over the norm of the step that was undone; if measured."""
 
 
 class Record(Protocol):
@@ -292,8 +262,6 @@ class Journal:
         """One-line reason why `mode` differs from the requested one; empty if it does not."""
         self.mode = self._mode_for(undo, known)
         """Way in which buckets are undone: none, exact, arithmetic or preimage."""
-        self.measure = False
-        """True to keep copies in addition, so that UndoResult has the true error."""
         self._step = -1
         self._held = False
         self._forget()
@@ -311,7 +279,11 @@ class Journal:
         if known is None:
             self.why = f"{name} is no class that swift knows: one bucket, and copies of it are kept"
             return "preimage"
-        reasons = [self._refusal(group, group["params"]) for group in self._optimizer.param_groups]
+        reasons = [
+            self._refusal(group, list(alike))
+            for group in self._optimizer.param_groups
+            for _, alike in groupby(group["params"], lambda parameter: (parameter.device, parameter.dtype))
+        ]
         if any(reasons):
             reason = next(filter(None, reasons))
             which = "" if all(reasons) else " of some groups"
@@ -326,6 +298,8 @@ class Journal:
         on_cpu = [dtype for device, dtype in kinds if device.type == "cpu"]
         if on_cpu and kernels.library() is None:
             return "swift's compiled code is not there"
+        if unknown := [dtype for dtype in on_cpu if dtype not in kernels.TYPES]:
+            return f"none for {unknown[0]}"
         if self._known is torch.optim.SGD and group["fused"]:
             if any(dtype.itemsize == 2 for dtype in on_cpu):
                 # pytorch issue 191763: parameters do not change, momentum becomes garbage.
@@ -371,7 +345,6 @@ class Journal:
     def _forget(self) -> None:
         self._earlier: list[dict[int, Record | None]] = []  # updates of this step before the current one
         self._records: dict[int, Record | None] = {}
-        self._copies: dict[int, PreImage] = {}
         self._uncounted: list[CodedCopies] = []
         self._torn: int | None = None
         self._states = len(self._optimizer.state)  # at the begin of the current update
@@ -532,8 +505,6 @@ class Journal:
     def _before(self, bucket: int, parameters: list[torch.nn.Parameter]) -> Record | None:
         if self.takes_back == "none":
             return None
-        if self.measure and not self._earlier:
-            self._copies[bucket] = PreImage(self._optimizer, parameters, whole=False)
         # Post-hooks and unknown classes may also change parameters without a gradient.
         if self.whole or own_post_hooks(self._optimizer):
             return PreImage(self._optimizer, self.buckets[bucket], whole=self.whole)
@@ -585,26 +556,16 @@ class Journal:
             )
         if self._torn is not None:
             raise ServiceError("this step cannot be taken back: its optimizer, or its undo, failed half-way")
-        stepped = {bucket: kept.distances() for bucket, kept in self._copies.items()}
         records = [record for each in (*self._earlier, self._records) for record in each.values()]
         self._torn = -1  # until the undo is complete
         for record in reversed(records):
             assert record is not None
             record.undo()
-        worst = inverse_step.Error()
-        for bucket, kept in self._copies.items():
-            for parameter, truth, distance in zip(kept.parameters, kept.values, stepped[bucket], strict=True):
-                worst.add(truth, parameter, distance)
-        measured = bool(self._copies)
         self._forget()
         return UndoResult(
             mode=self.takes_back,
             exact=all(record.exact for record in records if record is not None),
             buckets=len(records),
-            ulps_max=worst.ulps_max if measured else None,
-            ulps_mean=worst.ulps_mean if measured else None,
-            exact_share=worst.exact_share if measured else None,
-            step_error=worst.step_error if measured else None,
         )
 
     @property

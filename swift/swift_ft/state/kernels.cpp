@@ -65,14 +65,6 @@ template <> struct As<Bfloat16> {
   using Signed = short;
   static constexpr float epsilon = 0x1p-7f;
 };
-#ifdef __FLT16_MAX__
-template <> struct As<_Float16> {
-  using Wide = float;
-  using Word = uint16_t;
-  using Signed = short;
-  static constexpr float epsilon = 0x1p-10f;
-};
-#endif
 
 template <class To, class From> BOTH To cast(From from) {
   static_assert(sizeof(To) == sizeof(From), "bits of one width");
@@ -188,11 +180,13 @@ template <class A> struct Lion {
 
 // --- what a computation backwards misses ---
 
-template <class T, int limit> BOTH int32_t code_of(typename As<T>::Word old, typename As<T>::Word estimate) {
+constexpr int32_t ESCAPED = -128;  // the code of a difference that does not fit
+
+template <class T> BOTH int32_t code_of(typename As<T>::Word old, typename As<T>::Word estimate) {
   using Word = typename As<T>::Word;
   Word difference = static_cast<Word>(old - estimate);
-  bool fits = static_cast<Word>(difference + limit) <= static_cast<Word>(2 * limit);
-  return fits ? static_cast<int32_t>(static_cast<typename As<T>::Signed>(difference)) : -limit - 1;
+  bool fits = static_cast<Word>(difference + 127) <= static_cast<Word>(254);
+  return fits ? static_cast<int32_t>(static_cast<typename As<T>::Signed>(difference)) : ESCAPED;
 }
 
 #ifdef SWIFT_DEVICE
@@ -231,8 +225,8 @@ extern "C" __global__ void swift_codes(int task, int columns, int n, int flat, i
         reinterpret_cast<Word*>(live[k])[i] = static_cast<Word>(estimate + static_cast<Word>(int32_t{code}));
         continue;
       }
-      code = static_cast<signed char>(code_of<T, 127>(old[k][i], estimate));
-      if (code != -128) continue;
+      code = static_cast<signed char>(code_of<T>(old[k][i], estimate));
+      if (code != ESCAPED) continue;
       int slot = atomicAdd(counts + k, 1);
       if (slot >= room) continue;
       where[int64_t(k) * room + slot] = static_cast<int>(flat + i);
@@ -353,20 +347,8 @@ template <class T> struct Values {
 
 // --- codes, by blocks ---
 
-// Where a column's difference is kept: the low or high half of a byte, or all of it.
-struct Place {
-  int32_t code;   // which of the arrays of codes
-  int32_t shift;  // 0 or 4
-  int32_t half;   // only four bits
-};
-
-struct Codes {
-  int8_t* at[MOST];
-  const Place* places;
-  int32_t columns;  // that are kept: all, or the parameter alone
-};
-
-// Differences that do not fit stand at the least code; their elements are kept whole.
+// A column's differences are kept in a byte each. Those that do not fit stand at the least code; their elements are
+// kept whole.
 struct Escapes {
   std::atomic<int64_t> count;
   int64_t room;
@@ -374,73 +356,59 @@ struct Escapes {
   void* values;
 };
 
-template <class T, int limit>
+template <class T>
 int64_t encode(const typename As<T>::Wide* __restrict estimate, const typename As<T>::Word* __restrict old,
-               uint8_t* __restrict code, int shift, int64_t n) {
+               int8_t* __restrict code, int64_t n) {
   uint32_t escaped = 0;
   for (int64_t i = 0; i < n; i++) {
-    int32_t found = code_of<T, limit>(old[i], rounded<T>(estimate[i]));
-    escaped += found == -limit - 1;
-    code[i] = static_cast<uint8_t>(code[i] | (limit == 7 ? (found & 15) << shift : found));
+    int32_t found = code_of<T>(old[i], rounded<T>(estimate[i]));
+    escaped += found == ESCAPED;
+    code[i] = static_cast<int8_t>(found);
   }
   return escaped;
 }
 
-inline int32_t decoded(int8_t code, const Place& place) {
-  return place.half ? static_cast<int8_t>(static_cast<uint8_t>(code) << (4 - place.shift)) >> 4 : code;
-}
-
 template <class T>
-void record(const Rule<typename As<T>::Wide>& rule, const Table& table, const Codes& codes, Escapes* escapes,
-            int64_t from, int64_t to) {
+void record(const Rule<typename As<T>::Wide>& rule, const Table& table, int8_t* const* codes, int columns,
+            Escapes* escapes, int64_t from, int64_t to) {
   using Word = typename As<T>::Word;
   Values<T> values;
-  uint8_t room[MOST][BLOCK];
   blocks(table, from, to, [&](int64_t t, int64_t begin, int64_t flat, int64_t n) {
     values.back(rule, table, t, begin, n);
-    std::memset(room, 0, sizeof room);
-    int last = 0;
-    for (int k = 0; k < codes.columns; k++) {
-      const Place place = codes.places[k];
+    for (int k = 0; k < columns; k++) {
       const Word* old = static_cast<const Word*>(table.old[k][t]) + begin;
       fetch_next(old, n);
-      int64_t escaped = place.half ? encode<T, 7>(values.column[k], old, room[place.code], place.shift, n)
-                                   : encode<T, 127>(values.column[k], old, room[place.code], 0, n);
-      last = std::max<int>(last, place.code);
+      int8_t* code = codes[k] + flat;
+      int64_t escaped = encode<T>(values.column[k], old, code, n);
       if (!escaped) continue;
       int64_t slot = escapes[k].count.fetch_add(escaped);
       if (slot + escaped > escapes[k].room) continue;  // the column will be kept whole
       for (int64_t i = 0; i < n; i++) {
-        if (decoded(static_cast<int8_t>(room[place.code][i]), place) != (place.half ? -8 : -128)) continue;
+        if (code[i] != ESCAPED) continue;
         escapes[k].where[slot] = static_cast<int32_t>(flat + i);
         static_cast<Word*>(escapes[k].values)[slot++] = old[i];
       }
     }
-    for (int c = 0; c <= last; c++) std::memcpy(codes.at[c] + flat, room[c], static_cast<size_t>(n));
   });
 }
 
 template <class T>
-void add(const typename As<T>::Wide* __restrict estimate, const int8_t* __restrict code, Place place,
+void add(const typename As<T>::Wide* __restrict estimate, const int8_t* __restrict code,
          typename As<T>::Word* __restrict to, int64_t n) {
   using Word = typename As<T>::Word;
-  if (place.half) {
-    for (int64_t i = 0; i < n; i++)
-      to[i] = static_cast<Word>(rounded<T>(estimate[i]) + static_cast<Word>(decoded(code[i], place)));
-  } else {
-    for (int64_t i = 0; i < n; i++)
-      to[i] = static_cast<Word>(rounded<T>(estimate[i]) + static_cast<Word>(static_cast<int32_t>(code[i])));
-  }
+  for (int64_t i = 0; i < n; i++)
+    to[i] = static_cast<Word>(rounded<T>(estimate[i]) + static_cast<Word>(static_cast<int32_t>(code[i])));
 }
 
 template <class T>
-void undo(const Rule<typename As<T>::Wide>& rule, const Table& table, const Codes& codes, int64_t from, int64_t to) {
+void undo(const Rule<typename As<T>::Wide>& rule, const Table& table, int8_t* const* codes, int columns, int64_t from,
+          int64_t to) {
   Values<T> values;
   blocks(table, from, to, [&](int64_t t, int64_t begin, int64_t flat, int64_t n) {
     values.back(rule, table, t, begin, n);
-    for (int k = 0; k < codes.columns; k++) {
+    for (int k = 0; k < columns; k++) {
       auto* live = static_cast<typename As<T>::Word*>(table.columns[k][t]) + begin;
-      add<T>(values.column[k], codes.at[codes.places[k].code] + flat, codes.places[k], live, n);
+      add<T>(values.column[k], codes[k] + flat, live, n);
     }
   });
 }
@@ -486,7 +454,6 @@ struct Call {
   int32_t task, rule, dtype, threads, sane, columns;
   Team team;  // or null
   const double* constants;
-  const Place* places;
   int8_t* codes[MOST];
   Table table;
   int64_t room;
@@ -498,8 +465,6 @@ struct Call {
 template <class T> void run_with(Call& call, const Rule<typename As<T>::Wide>& rule) {
   int64_t total = 0;
   for (int64_t t = 0; t < call.table.tensors; t++) total += call.table.sizes[t];
-  Codes codes{{}, call.places, call.columns};
-  std::copy(call.codes, call.codes + MOST, codes.at);
   if (call.task == INVERT) {
     std::atomic<int64_t> lost{0};
     spread(total, call.threads, call.team,
@@ -514,11 +479,11 @@ template <class T> void run_with(Call& call, const Rule<typename As<T>::Wide>& r
       escapes[k].values = call.values[k];
     }
     spread(total, call.threads, call.team,
-           [&](int64_t from, int64_t to) { record<T>(rule, call.table, codes, escapes, from, to); });
+           [&](int64_t from, int64_t to) { record<T>(rule, call.table, call.codes, call.columns, escapes, from, to); });
     for (int k = 0; k < MOST; k++) call.counts[k] = escapes[k].count;
   } else {
     spread(total, call.threads, call.team,
-           [&](int64_t from, int64_t to) { undo<T>(rule, call.table, codes, from, to); });
+           [&](int64_t from, int64_t to) { undo<T>(rule, call.table, call.codes, call.columns, from, to); });
     using Word = typename As<T>::Word;
     for (int k = 0; k < call.columns; k++)
       patch(call.table, k, call.where[k], static_cast<const Word*>(call.values[k]), call.counts[k]);
@@ -548,22 +513,11 @@ template <class T> int run(Call& call) {
 // What it was compiled from: another version's Call has another layout.
 extern "C" const char* swift_optim_source() { return SWIFT_SOURCE; }
 
-extern "C" int swift_optim_knows_half() {
-#ifdef __FLT16_MAX__
-  return 1;
-#else
-  return 0;
-#endif
-}
-
 extern "C" int swift_optim_run(Call* call) {
   switch (call->dtype) {
     case 0: return run<float>(*call);
     case 1: return run<double>(*call);
     case 2: return run<Bfloat16>(*call);
-#ifdef __FLT16_MAX__
-    case 3: return run<_Float16>(*call);
-#endif
     default: return 2;
   }
 }

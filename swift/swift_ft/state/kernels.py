@@ -21,7 +21,6 @@ DTYPES = {
     torch.float64: torch.int64,
     torch.float32: torch.int32,
     torch.bfloat16: torch.int16,
-    torch.float16: torch.int16,
 }
 """Element types whose steps can be inverted, with the integers of their size."""
 
@@ -46,7 +45,7 @@ ROOM = 1024
 """Minimum number of values that do not fit into their codes, for which there is room."""
 MOST = 3
 """Maximum number of columns of a parameter: itself and its state."""
-TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 INVERT, RECORD, UNDO = range(3)
 SOURCE = Path(__file__).with_name("kernels.cpp")
 ENV_OFF = "SWIFT_NO_NATIVE"
@@ -64,10 +63,6 @@ class Form(IntEnum):
 
 Backwards = tuple[Form, tuple[float, ...]]
 """The inverse of a step: a rule and its constants."""
-
-
-class _Place(ctypes.Structure):
-    _fields_ = (("code", ctypes.c_int32), ("shift", ctypes.c_int32), ("half", ctypes.c_int32))
 
 
 class _Table(ctypes.Structure):
@@ -90,7 +85,6 @@ class _Call(ctypes.Structure):
         ("kept", ctypes.c_int32),
         ("team", ctypes.c_void_p),
         ("constants", ctypes.c_void_p),
-        ("places", ctypes.c_void_p),
         ("codes", ctypes.c_void_p * MOST),
         ("table", _Table),
         ("room", ctypes.c_int64),
@@ -129,18 +123,10 @@ def _team() -> int | None:
 
 
 def available(tensors: Sequence[torch.Tensor]) -> bool:
-    first, kernels = tensors[0], library()
-    if first.device.type == "cpu":
-        known = (
-            kernels is not None
-            and first.dtype in TYPES
-            and (first.dtype != torch.float16 or bool(kernels.swift_optim_knows_half()))
-        )
-    else:
-        known = first.dtype in DEVICE_TYPES
-    return (
-        known and all(map(is_plain_memory, tensors)) and sum(tensor.numel() for tensor in tensors) < 1 << 31
-    )
+    first = tensors[0]
+    compiled = first.device.type != "cpu" or library() is not None
+    flat = first.dtype in TYPES and all(map(is_plain_memory, tensors))
+    return compiled and flat and sum(tensor.numel() for tensor in tensors) < 1 << 31
 
 
 class Pass:
@@ -186,17 +172,10 @@ class Pass:
             raise RuntimeError("kernels.cpp knows no such rule or type")
 
     def _point_at(
-        self,
-        layout: Sequence[tuple[int, ...]],
-        codes: Sequence[torch.Tensor],
-        escapes: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
+        self, codes: Sequence[torch.Tensor], escapes: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
     ) -> None:
-        places = (_Place * MOST)()
-        for index, (shared, code) in enumerate(zip(layout, codes, strict=True)):
+        for index, code in enumerate(codes):
             self._call.codes[index] = code.data_ptr()
-            for place, column in enumerate(shared):
-                places[column] = _Place(index, 4 * place, len(shared) > 1)
-        self._call.places = self._keep(places)
         ctypes.memset(self._call.counts, 0, ctypes.sizeof(self._call.counts))
         for column, (where, values) in escapes.items():
             self._call.where[column] = where.data_ptr()
@@ -213,31 +192,27 @@ class Pass:
     def record(
         self,
         old: Sequence[Sequence[torch.Tensor]],
-        layout: Sequence[tuple[int, ...]],
         codes: Sequence[torch.Tensor],
         escapes: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
     ) -> list[int]:
         """Writes the residue that the inverse step leaves of `old`; the live tensors do not change. Returns each
         column's number of escapes. If that exceeds the room, codes and escapes of the column are invalid.
 
-        `layout` names the columns that share each of `codes`, [N] int8. `escapes`: room by column for positions in
-        the flat cluster, [R] int32, and the old values there, [R].
+        `codes`: of each column, [N] int8. `escapes`: room by column for positions in the flat cluster, [R] int32, and
+        the old values there, [R].
         """
         for index, column in enumerate(old):
             self._call.table.old[index] = self._addresses(column)
         self._call.room = escapes[0][0].numel()
-        self._point_at(layout, codes, escapes)
+        self._point_at(codes, escapes)
         self._run(RECORD)
         return list(self._call.counts[: len(old)])
 
     def undo(
-        self,
-        layout: Sequence[tuple[int, ...]],
-        codes: Sequence[torch.Tensor],
-        escapes: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
+        self, codes: Sequence[torch.Tensor], escapes: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
     ) -> None:
         """Restores the bits before the step, in place, from the output of `record`."""
-        self._point_at(layout, codes, escapes)
+        self._point_at(codes, escapes)
         self._run(UNDO)
         self._mark_changed()
 

@@ -5,14 +5,12 @@ another origin gives that origin's next batch, once it has this rank's state (`T
 """
 
 import copy
-import random
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
@@ -20,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from swift_ft import torch_private
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.state.digests import Digest, digest_of, digest_there, read
-from swift_ft.state.rng import Randomness, kept, seed_all, seed_for
+from swift_ft.state.rng import Randomness, calls_of_generator, kept, seed_all, seed_for
 from swift_ft.text import tell
 
 Make = Callable[[int], Any]
@@ -585,7 +583,7 @@ class RegisteredLoader:
         """Yields the path of each, and what gets and sets its state."""
         for path, thing in self._parts():
             for name, value in _attributes(thing).items():
-                if (calls := _calls_of_generator(value)) is not None:
+                if (calls := calls_of_generator(value)) is not None:
                     yield f"{path}.{name}", *calls
 
     def _has_own_sampler(self) -> bool:
@@ -724,20 +722,6 @@ class RegisteredLoader:
         if at.ended and not self._at.ended:
             self._draw()
         return self._at == at
-
-
-def _calls_of_generator(value: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:
-    """Returns what gets and sets a generator's state, None for another value."""
-    if isinstance(value, torch.Generator):
-        return value.get_state, value.set_state
-    if isinstance(value, np.random.RandomState):
-        return lambda: value.get_state(legacy=False), value.set_state
-    if isinstance(value, np.random.Generator):
-        inner = value.bit_generator
-        return lambda: inner.state, lambda state: setattr(inner, "state", state)
-    if isinstance(value, random.Random):
-        return value.getstate, value.setstate
-    return None
 
 
 def _told(batch: Any) -> str | None:

@@ -189,7 +189,6 @@ class ModuleState:
         return self._buffers.get(key, set())
 
     def _places(self) -> dict[str, _Place]:
-        """Returns the captured values' places, by path."""
         weights = memory_of(p for module in self._modules.values() for p in module.parameters())
         return {
             f"{key}.{name}": place
@@ -532,7 +531,6 @@ class KeptModules:
         return [kept for kept in self._kept.values() if differs.get(id(kept), kept.changed)]
 
     def restore(self) -> None:
-        """Restores everything to its value at `keep`."""
         for kept in self._changed():
             kept.restore()
         for parameter, trained in self._flags:

@@ -1,6 +1,6 @@
 """Private names of torch's optimizers that the journal and undo need, checked at import."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,16 +18,7 @@ torch_private.require(
     }
 )
 
-Tensors = list[torch.Tensor]
-# torch 2.11 has none (`scripts/gpu --overlay`).
-_clone: Callable[[Tensors], Iterable[torch.Tensor]] = getattr(
-    torch, "_foreach_clone", lambda tensors: [tensor.clone() for tensor in tensors]
-)
 copy_: Callable[..., None] = torch._foreach_copy_
-
-
-def clone(tensors: Tensors) -> Tensors:
-    return list(_clone(tensors))
 
 
 @contextmanager

@@ -9,10 +9,12 @@ after each call of a schedule. So the ranks of one pipeline draw the same ones, 
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
+import torch
 
 from swift_ft.device import generator_states, seed_generators, set_generator_states
 
@@ -141,3 +143,17 @@ def kept() -> Iterator[None]:
         random.setstate(ours)
         np.random.set_state(theirs)
         set_generator_states(tensors)
+
+
+def calls_of_generator(value: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:
+    """Returns what gets and sets a generator's state, None for another value."""
+    if isinstance(value, torch.Generator):
+        return value.get_state, value.set_state
+    if isinstance(value, np.random.RandomState):
+        return lambda: value.get_state(legacy=False), value.set_state
+    if isinstance(value, np.random.Generator):
+        inner = value.bit_generator
+        return lambda: inner.state, lambda state: setattr(inner, "state", state)
+    if isinstance(value, random.Random):
+        return value.getstate, value.setstate
+    return None

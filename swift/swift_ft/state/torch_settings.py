@@ -59,7 +59,6 @@ class Settings:
         self._now: dict[str, Any] = {}
 
     def remember(self) -> None:
-        """Records the settings with which a new process begins."""
         self._first = self._now = read()
 
     def begin_step(self) -> None:

@@ -1,4 +1,4 @@
-"""Copies a replica's state to a joining rank, bit for bit, over the rebuilt default group.
+"""Copies a replica's state to a joining rank, bit for bit.
 
 (source) ``send_state``: header (also says whether the log has all of this rank's records), manifest, its share of the
 chunks, digests of every piece of the whole state
@@ -28,13 +28,12 @@ import math
 import mmap
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import xxhash
 
 from swift_ft.comm.backend import (
@@ -46,8 +45,9 @@ from swift_ft.comm.backend import (
     Wire,
 )
 from swift_ft.device import accelerator_in_use
-from swift_ft.errors import ReplayRefused, ReplicaDiffers, UsageError
+from swift_ft.errors import ReplayRefused, ReplicaDiffers
 from swift_ft.log.memory import available_memory
+from swift_ft.state.checkpoint_file import check_tensor, described_by
 from swift_ft.state.digests import DIGEST_BYTES, Digest, digest_there, read
 from swift_ft.state.digests import digests as digests_of_tensors
 from swift_ft.state.tensors import differ, dtype_name, in_place, overlapping
@@ -55,17 +55,15 @@ from swift_ft.state.tree import dtype_of, join, split, stride_told
 
 # The manifest, which describes a state to another replica, and the cutting of its bytes into chunks.
 #
-# A manifest is JSON: the state's skeleton (swift_ft.state.tree) and, in the skeleton's order, one entry per tensor.
-# Tensors that share the same memory (tied weights) are sent once. Sharded tensors (FSDP2) are entries of their local
-# shard. `placement` describes the shard without naming a mesh or a rank, so that manifests are equal exactly between
-# replicas of one shard.
+# A manifest is JSON: the state's skeleton (swift_ft.state.tree), which describes each tensor, and which of them share
+# the same memory (tied weights): these are sent once. A state holds the local parts of sharded tensors, and says in
+# words which ones they are (`swift_ft.state.fsdp`): manifests are equal exactly between replicas of one shard.
 
 # Bytes. From 4 MiB on, a message reaches a raw socket's speed; one of 1 MiB reaches half of it.
 CHUNK_BYTES_MAX = 8 << 20
 CHUNK_BYTES_MIN = 64 << 10
 # Limit on the memory that a tensor's strides span, as a multiple of its elements.
 _REACH_MAX = 1 << 10
-_STRIDE_MAX = (1 << 63) - 1  # torch's
 # A state is cut so that every source has about this many chunks, within the two limits above.
 _CHUNKS_PER_SOURCE = 16
 # A large tensor is cut at multiples of this many bytes.
@@ -74,7 +72,7 @@ _ALIGNED = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorEntry:
-    """One tensor. `shape` is that of the local shard; `placement` is empty if the tensor is not sharded.
+    """One tensor.
 
     `same_as` is the path of the earlier tensor that has the same memory, or empty. `stride` is empty for contiguous
     strides. The bytes are sent in the order of the indices in any case. `accelerator`: the tensor is on a device.
@@ -83,7 +81,6 @@ class TensorEntry:
     path: str
     dtype: str
     shape: tuple[int, ...]
-    placement: str
     same_as: str
     stride: tuple[int, ...] = ()
     accelerator: bool = False
@@ -93,7 +90,7 @@ class TensorEntry:
         return 0 if self.same_as else math.prod(self.shape) * dtype_of(self.dtype).itemsize
 
     def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}" + (f" ({self.placement})" if self.placement else "")
+        return f"{self.dtype}{list(self.shape)}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,70 +102,46 @@ class Manifest:
     entries: tuple[TensorEntry, ...]
 
     def to_bytes(self) -> bytes:
-        return json.dumps(
-            {
-                "version": self.version,
-                "skeleton": self.skeleton,
-                "entries": [asdict(entry) for entry in self.entries],
-            },
-            sort_keys=True,
-        ).encode()
+        same = {entry.path: entry.same_as for entry in self.entries if entry.same_as}
+        content = {"version": self.version, "skeleton": self.skeleton, "same": same}
+        return json.dumps(content, sort_keys=True).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Manifest":
         """Parses a manifest. Raises ValueError for one that `to_bytes` cannot have written, before any allocation."""
         try:
             value = json.loads(data)
-            entries = tuple(
-                TensorEntry(**{**fields, "shape": tuple(fields["shape"]), "stride": tuple(fields["stride"])})
-                for fields in value["entries"]
-            )
-            version, skeleton = value["version"], value["skeleton"]
+            version, skeleton, same = value["version"], value["skeleton"], dict(value["same"])
+            entries = _entries_of(skeleton, same)
+            for path, it in described_by(skeleton).items():
+                if it.memory > _REACH_MAX * max(it.size, 1):  # slices of larger tensors
+                    raise ValueError(f"{path} has the strides {list(it.stride)}")
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from None
-        _check_entries(entries)
         if type(version) is not int or version < 0:
             raise ValueError(f"version {version!r}")
         return cls(version=version, skeleton=skeleton, entries=entries)
 
 
-def _check_entries(entries: Sequence[TensorEntry]) -> None:
-    known: dict[str, TensorEntry] = {}
-    for entry in entries:
-        words = (entry.path, entry.dtype, entry.placement, entry.same_as)
-        if not (all(isinstance(word, str) for word in words) and isinstance(entry.accelerator, bool)):
-            raise ValueError("an entry's fields have other types")
-        if entry.path in known:
-            raise ValueError(f"{entry.path} comes twice")
-        if any(type(size) is not int or size < 0 for size in entry.shape):
-            raise ValueError(f"{entry.path} has the shape {list(entry.shape)}")
-        dtype_of(entry.dtype)
-        _check_stride(entry)
-        if entry.same_as:
-            other = known.get(entry.same_as)
-            alike = other is not None and (other.dtype, other.shape, other.stride) == (
-                entry.dtype,
-                entry.shape,
-                entry.stride,
-            )
-            if other is None or other.same_as or not alike:
-                raise ValueError(f"{entry.path} is said to be {entry.same_as}")
-        known[entry.path] = entry
-
-
-def _check_stride(entry: TensorEntry) -> None:
-    """Validates strides, which `split` reports for non-contiguous tensors. Their span is limited (slices of larger
-    tensors). Raises ValueError."""
-    if not entry.stride:
-        return
-    if len(entry.stride) != len(entry.shape) or any(type(s) is not int or s < 0 for s in entry.stride):
-        raise ValueError(f"{entry.path} has the strides {list(entry.stride)}")
-    numel = math.prod(entry.shape)
-    if not numel and max(entry.stride) <= _STRIDE_MAX:
-        return  # an empty tensor spans no memory, whatever its strides
-    reach = sum((size - 1) * stride for size, stride in zip(entry.shape, entry.stride, strict=True) if size)
-    if reach > _REACH_MAX * max(numel, 1):
-        raise ValueError(f"{entry.path} has the strides {list(entry.stride)}")
+def _entries_of(skeleton: Any, same: Mapping[str, str]) -> tuple[TensorEntry, ...]:
+    """`same`: path -> the earlier one with the same memory. Raises ValueError."""
+    described = described_by(skeleton)
+    places = {path: place for place, path in enumerate(described)}
+    for path, other in same.items():
+        alike = path in described and described.get(other) == described[path]
+        if not alike or other in same or places[other] > places[path]:
+            raise ValueError(f"{path} is said to be {other}")
+    return tuple(
+        TensorEntry(
+            path=path,
+            dtype=it.dtype,
+            shape=it.shape,
+            same_as=same.get(path, ""),
+            stride=it.stride,
+            accelerator=it.accelerator,
+        )
+        for path, it in described.items()
+    )
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -178,71 +151,20 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if to_local is None else to_local().detach()
 
 
-def placement(tensor: Any) -> str:
-    """Describes the shard that `local` returns; empty for an unsharded tensor. Raises UsageError for partial sums.
-
-    ``S(0) 1/2 by 4, R on shard×tensor of [8, 6]``: for each dimension of the mesh, R if all have the same, else the
-    tensor's dimension, which of its parts this is, and how many ranks further the next one is.
-    """
-    if not hasattr(tensor, "to_local"):
-        return ""
-    mesh = tensor.device_mesh
-    coordinate = mesh.get_coordinate()
-    words = []
-    for dimension, kind in enumerate(tensor.placements):
-        if kind.is_partial():
-            raise UsageError("a state holds partial sums (DTensor with Partial()); redistribute them first")
-        if kind.is_replicate():
-            words.append("R")
-            continue
-        split = getattr(kind, "split_factor", None)  # FSDP's shard of a tensor-parallel one's
-        word = f"S({kind.dim})" if split is None else f"_S({kind.dim}/{split})"
-        words.append(
-            f"{word} {coordinate[dimension] + 1}/{mesh.size(dimension)} by {_apart(mesh, dimension)}"
-        )
-    return f"{', '.join(words)} on {'×'.join(mesh.mesh_dim_names or ()) or 'a mesh'} of {list(tensor.shape)}"
-
-
-def _apart(mesh: Any, dimension: int) -> int:
-    """Returns how many ranks lie between neighbours along this dimension of the mesh."""
-    if mesh.size(dimension) == 1:
-        return 1
-    row = mesh.mesh.movedim(dimension, 0).flatten(1)[:, 0] if mesh.ndim > 1 else mesh.mesh
-    return int(row[1] - row[0])
-
-
-def _check_dense(path: str, tensor: torch.Tensor) -> None:
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
-        raise UsageError(f"the state at {path} is a {tensor.layout} tensor on {tensor.device}; keep it dense")
-
-
-def entry_of(path: str, tensor: torch.Tensor, same_as: str = "") -> TensorEntry:
-    return TensorEntry(
-        path=path,
-        dtype=dtype_name(tensor),
-        shape=tuple(local(tensor).shape),
-        placement=placement(tensor),
-        same_as=same_as,
-        stride=tuple(stride_told(local(tensor))),
-        accelerator=local(tensor).device.type != "cpu",
-    )
-
-
 def manifest_of(state: dict[str, Any], version: int) -> tuple[Manifest, list[torch.Tensor]]:
-    """Returns (manifest, local tensors in its order)."""
+    """Returns (manifest, tensors in its order)."""
     tensors, skeleton = split(state)
-    entries: list[TensorEntry] = []
-    parts: list[torch.Tensor] = []
+    parts = [tensor.detach() for tensor in tensors.values()]
     seen: dict[Any, str] = {}
-    for path, tensor in tensors.items():
-        _check_dense(path, tensor)
-        part = local(tensor)
-        memory = (part.data_ptr(), part.dtype, part.shape, part.stride(), placement(tensor))
+    same: dict[str, str] = {}
+    for path, part in zip(tensors, parts, strict=True):
+        check_tensor(path, part)
+        memory = (part.data_ptr(), part.dtype, part.shape, part.stride())
         first = seen.setdefault(memory, path) if part.numel() else path
-        entries.append(entry_of(path, tensor, "" if first == path else first))
-        parts.append(part)
+        if first != path:
+            same[path] = first
     version = int(state.get("version", version))
-    return Manifest(version=version, skeleton=skeleton, entries=tuple(entries)), parts
+    return Manifest(version=version, skeleton=skeleton, entries=_entries_of(skeleton, same)), parts
 
 
 def first_difference(one: Manifest, other: Manifest) -> str:
@@ -325,17 +247,14 @@ def plan_chunks(entries: Sequence[TensorEntry], sources: int) -> list[Chunk]:
 
 
 def fits(entry: TensorEntry, destination: torch.Tensor) -> bool:
-    expected = entry_of(entry.path, destination)
-    return (entry.dtype, entry.shape, entry.placement) == (expected.dtype, expected.shape, expected.placement)
+    return (entry.dtype, entry.shape) == (dtype_name(destination), tuple(destination.shape))
 
 
 def check_fits(entry: TensorEntry, destination: torch.Tensor, source: int, joiner: int) -> None:
     """Raises ReplicaDiffers if a tensor of that entry cannot be received into `destination`."""
     if not fits(entry, destination):
-        expected = entry_of(entry.path, destination)
-        raise ReplicaDiffers(
-            f"{entry.path}: rank {source} holds {entry}, rank {joiner} has room for {expected}"
-        )
+        room = f"{dtype_name(destination)}{list(destination.shape)}"
+        raise ReplicaDiffers(f"{entry.path}: rank {source} holds {entry}, rank {joiner} has room for {room}")
 
 
 # Destination of a received state: the joiner's own tensors, and new ones where it has none.
@@ -352,8 +271,8 @@ _GROWING = ("state.optimizers.", "state.objects.")
 class Destination:
     """(joiner) ``parts``: uint8 views, one per entry, into which chunks are received … ``finish()``.
 
-    Raises ReplicaDiffers if `into` has a tensor of another shape, type or shard than the source `source`, and
-    ReplayRefused if the memory does not suffice.
+    Raises ReplicaDiffers if `into` has a tensor of another shape or type than the source `source`, and ReplayRefused
+    if the memory does not suffice.
     """
 
     def __init__(
@@ -379,7 +298,7 @@ class Destination:
             if may_differ and not fits(entry, into[entry.path]):
                 continue
             check_fits(entry, into[entry.path], source, joiner)
-            here[entry.path] = local(into[entry.path])
+            here[entry.path] = into[entry.path].detach()
         if older_copy:
             here = _each_once(self._entries, here)
         # Tied here as at the source: filled through the entry in `same_as`.
@@ -440,27 +359,8 @@ class Destination:
                 continue
             if first not in laid:
                 laid[first] = _laid_out(self._received.pop(first), entry.stride)
-            tensors[entry.path] = self._sharded(entry, laid[first])
+            tensors[entry.path] = laid[first]
         return tensors
-
-    def _sharded(self, entry: TensorEntry, tensor: torch.Tensor) -> Any:
-        """Returns a new tensor as a shard on the mesh of a tensor of `into` that is sharded the same way."""
-        if not entry.placement:
-            return tensor
-        template: Any
-        for template in self._into.values():
-            if placement(template) == entry.placement:
-                return type(template).from_local(
-                    tensor,
-                    template.device_mesh,
-                    template.placements,
-                    run_check=False,
-                    shape=template.shape,
-                    stride=template.stride(),
-                )
-        raise ReplicaDiffers(
-            f"{entry.path} is {entry}; rank {self._joiner} has no tensor that is sharded like it"
-        )
 
 
 def _each_once(entries: Iterable[TensorEntry], here: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -518,7 +418,7 @@ def _check_memory(sizes: Iterable[int]) -> None:
 # Operations in flight per source, so that the backend is busy while a chunk is digested. They hold no copies.
 _IN_FLIGHT = 8
 _HEADER_WORDS = 5
-_PROTOCOL = 0x7377_6966_7404
+_PROTOCOL = 0x7377_6966_7405
 _MANIFEST_BYTES_MAX = 1 << 30
 _NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
@@ -560,20 +460,6 @@ class Received:
     """Sources whose logs have all of their records (`swift_ft.train.replay`)."""
 
 
-class DefaultGroup:
-    """A `Wire` over torch's current default process group."""
-
-    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Pending:
-        work = dist.isend(tensors[0], to, tag=tag)
-        assert work is not None
-        return work
-
-    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Pending:
-        work = dist.irecv(tensors[0], source, tag=tag)
-        assert work is not None
-        return work
-
-
 def _nothing(done: int, total: int) -> None:
     pass
 
@@ -584,7 +470,8 @@ def send_state(
     state: dict[str, Any],
     check: Callable[[], None],
     on_chunk: OnChunk = _nothing,
-    wire: Wire | None = None,
+    *,
+    wire: Wire,
     logged: bool = True,
 ) -> Sent:
     """(each source) Sends its share of `state`, a TrainerState's state_dict. Returns when all sends have completed.
@@ -594,7 +481,6 @@ def send_state(
     Raises RuntimeError (torch's) if the joiner is lost, UsageError for a state that cannot be sent.
     """
     begin = time.monotonic()
-    wire = wire or DefaultGroup()
     manifest, tensors = manifest_of(state, transfer.version)
     source = transfer.sources.index(rank)
     data = manifest.to_bytes()
@@ -656,8 +542,8 @@ def receive_state(
     into: dict[str, torch.Tensor],
     check: Callable[[], None],
     on_chunk: OnChunk = _nothing,
-    wire: Wire | None = None,
     *,
+    wire: Wire,
     older_copy: bool = False,
 ) -> Received:
     """(joiner) Receives the state of `transfer.version` from all its sources and verifies it.
@@ -670,7 +556,6 @@ def receive_state(
     """
     assert rank == transfer.joiner
     begin = time.monotonic()
-    wire = wire or DefaultGroup()
     manifest, data, witnesses = _same_manifest(transfer, wire, check)
     destination = Destination(manifest, into, transfer.sources[0], rank, older_copy=older_copy)
     chunks = plan_chunks(manifest.entries, len(transfer.sources))
@@ -779,7 +664,6 @@ def _camps(values: dict[int, bytes]) -> str:
 
 
 def _parts_of(manifest: Manifest, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the bytes of each entry, where its tensor is."""
     return [_NO_BYTES if e.same_as else in_place(t) for e, t in zip(manifest.entries, tensors, strict=True)]
 
 

@@ -154,9 +154,8 @@ def _split_array(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any
 def _told(dtype: Any, path: str) -> Any:
     """Returns the dtype for JSON; `_numpy_type` reads it. Raises UsageError."""
     try:
-        told = dtype.descr if dtype.names else dtype.str
-        if _numpy_type(told) == dtype:
-            return told
+        if _numpy_type(dtype.str) == dtype:
+            return dtype.str
     except (TypeError, ValueError):
         pass
     raise Inexpressible(f"the state at {path} holds an array of {dtype}; keep it to plain numbers")
@@ -233,12 +232,8 @@ def _array(data: bytes, skeleton: dict[str, Any]) -> Any:
 _NUMPY_TYPE = re.compile(r"[<>|=][a-zA-Z][0-9]{0,9}(\[[0-9]{0,9}[a-zA-Z]{1,2}\])?")
 
 
-def _numpy_type(told: Any) -> "np.dtype[Any]":
+def _numpy_type(told: str) -> "np.dtype[Any]":
     """Parses a dtype as numpy writes it; numpy would evaluate other texts as Python. Raises TypeError, ValueError."""
-    if not isinstance(told, str):
-        if not all(isinstance(field[0], str) for field in told):  # it may be a pair of name and title
-            raise TypeError("a field has no name")
-        return np.dtype([(name, _numpy_type(of), *map(tuple, shape)) for name, of, *shape in told])
     if not _NUMPY_TYPE.fullmatch(told):
         raise ValueError(f"no element type {told[:40]!r}")
     return np.dtype(told)

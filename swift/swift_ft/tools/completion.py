@@ -2,14 +2,11 @@
 
 import argparse
 import importlib
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from swift_ft.cli_parser import Parser, import_with_extra, parser_of
-from swift_ft.errors import SwiftError
-from swift_ft.text import tell
+from swift_ft.cli_parser import Parser, command, import_with_extra, parser_of
 
 SHELLS = ("bash", "zsh")
 OF_IT = """\
@@ -57,16 +54,13 @@ def _name_files(shtab: Any, parser: argparse.ArgumentParser) -> None:
             action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
 
 
-def main(argv: Sequence[str] | None = None, commands: Mapping[str, tuple[str, str]] | None = None) -> int:
-    try:
-        own = Parser(prog="swift-ft completion", description=OF_IT)
-        own.add_argument("shell", choices=SHELLS)
-        given = own.parse_args(sys.argv[1:] if argv is None else argv)
-        shtab = import_with_extra("shtab", "completion", "completion")
-        top = parser(commands or {})
-        _name_files(shtab, top)
-        print(shtab.complete(top, shell=given.shell))
-    except SwiftError as error:
-        tell(error)
-        return error.exit_code
+@command
+def main(argv: Sequence[str], commands: Mapping[str, tuple[str, str]] | None = None) -> int:
+    own = Parser(prog="swift-ft completion", description=OF_IT)
+    own.add_argument("shell", choices=SHELLS)
+    given = own.parse_args(argv)
+    shtab = import_with_extra("shtab", "completion", "completion")
+    top = parser(commands or {})
+    _name_files(shtab, top)
+    print(shtab.complete(top, shell=given.shell))
     return 0

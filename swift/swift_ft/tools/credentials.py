@@ -13,7 +13,6 @@ A directory has a folder for each kind of holder, to be copied to its machines::
 
 import datetime
 import ipaddress
-import sys
 from argparse import Namespace
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -25,11 +24,11 @@ from cryptography.hazmat.primitives import serialization as s
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from swift_ft.cli_parser import Parser, local_directory
+from swift_ft.cli_parser import Parser, command, local_directory
 from swift_ft.credentials import CA_FILE, CERTIFICATE_FILE, ENV_CREDENTIALS, TOKEN_FILE
-from swift_ft.errors import ServiceError, SwiftError, UsageError
+from swift_ft.errors import UsageError
 from swift_ft.files import make_directory
-from swift_ft.text import job_called, tell
+from swift_ft.text import job_called
 from swift_ft.tokens import EVERY_JOB, Role, SigningKey, new_key, read_file, read_secret, write_file
 from swift_ft.tools.token import HOURS_MAX
 
@@ -46,8 +45,6 @@ _DAYS_MAX = 825
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pair:
-    """A certificate and its key, as files."""
-
     certificate: Path
     key: Path
 
@@ -79,11 +76,12 @@ class CertificateAuthority:
         write_file(key, _secret(self._key), secret=True)
 
     def issue(self, name: str, *hosts: str, folder: Path | None = None, days: float = 365.0) -> Pair:
-        """Writes ``name.pem`` and ``name.key`` for a server at `hosts` or, without hosts, for a client. Replaces older
-        ones. The default folder is the authority's."""
+        """Writes ``name.pem`` and ``name.key`` for a server at `hosts` or, without hosts, for a client. Replaces an
+        older certificate, and keeps its key, so that the two always belong together. The default folder is the
+        authority's."""
         folder = folder or self.directory
         pair = Pair(certificate=folder / f"{name}.pem", key=folder / f"{name}.key")
-        private = ec.generate_private_key(ec.SECP256R1())
+        private = _kept(pair.key) or ec.generate_private_key(ec.SECP256R1())
         made = _builder(_name(f"swift-ft {folder.name} {name}"), self._certificate.subject, private, days)
         usage = [ExtendedKeyUsageOID.CLIENT_AUTH, *([ExtendedKeyUsageOID.SERVER_AUTH] if hosts else [])]
         made = made.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
@@ -117,6 +115,15 @@ def _builder(
 
 def _secret(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(s.Encoding.PEM, s.PrivateFormat.PKCS8, s.NoEncryption())
+
+
+def _kept(key: Path) -> ec.EllipticCurvePrivateKey | None:
+    """Returns the key of that file; None if it is not there, cannot be used, or others can read it."""
+    try:
+        loaded = s.load_pem_private_key(read_secret(key, "key"), password=None)
+    except (UsageError, ValueError, TypeError):
+        return None
+    return loaded if isinstance(loaded, ec.EllipticCurvePrivateKey) else None
 
 
 def _alternative(host: str) -> x509.GeneralName:
@@ -200,7 +207,6 @@ def parser() -> Parser:
 
 
 def parse(argv: Sequence[str]) -> Namespace:
-    """Returns the options, checked. Raises UsageError."""
     given = parser().parse_args(argv)
     given.hosts = [host.strip() for host in given.hosts.split(",") if host.strip()]
     for host in given.hosts:
@@ -223,16 +229,10 @@ def _is_no_address(host: str) -> bool:
     return False
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    try:
-        given = parse(sys.argv[1:] if argv is None else argv)
-        signing = make(given.directory, given.hosts, job=given.job, hours=given.hours, days=given.days)
-    except SwiftError as error:
-        tell(error)
-        return error.exit_code
-    except OSError as error:
-        tell(f"credentials: {error.filename}: {error.strerror}")
-        return ServiceError.exit_code
+@command
+def main(argv: Sequence[str]) -> int:
+    given = parse(argv)
+    signing = make(given.directory, given.hosts, job=given.job, hours=given.hours, days=given.days)
     print(
         f"copy {given.directory}/services, ranks and operators to the machines that need them, and set\n"
         f"{ENV_CREDENTIALS} to the folder there; keep {given.directory}/authority here.\n"

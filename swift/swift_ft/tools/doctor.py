@@ -1,39 +1,37 @@
-"""`swift-ft doctor`: looks at this machine and at services; `machine_checks` judges.
+"""`swift-ft doctor`: looks at this machine, and at services. Every threshold is here, with its reason.
 
 Exit code 0: no failure; 3: failures; 2: usage.
 """
 
 import argparse
 import contextlib
-import ctypes
-import errno
-import fcntl
 import importlib.util
 import json
-import mmap
 import os
 import re
 import resource
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from statistics import median
 
 import grpc
 from cryptography import x509
-from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from swift_ft.cli_parser import Parser, argument, host_and_port, local_directory
+from swift_ft.cli_parser import Parser, argument, command, host_and_port, local_directory
 from swift_ft.credentials import (
+    ENV_CA,
+    ENV_CERTIFICATE,
+    ENV_KEY,
     ENV_TOKEN_FILE,
     SECURITY_KEY,
     advised,
@@ -41,96 +39,42 @@ from swift_ft.credentials import (
     read_token,
     with_files,
 )
-from swift_ft.errors import SwiftError, UsageError
-from swift_ft.log.protocol import TIME_KEY, VERSION_KEY, code_of, message_of, open_channel
-from swift_ft.log.ring import Memory
-from swift_ft.text import one_line, show, table, tell
-from swift_ft.tokens import claims_of
-from swift_ft.tools import machine_checks
-from swift_ft.tools.machine_checks import Finding, Status
+from swift_ft.errors import UsageError
+from swift_ft.log.directory import server_runs
+from swift_ft.log.protocol import MEMORY_KEY, TIME_KEY, VERSION_KEY, code_of, message_of, open_channel
+from swift_ft.log.shared_memory import is_near
+from swift_ft.text import one_line, show, size_words, table
+from swift_ft.tokens import claims_of, read_file, read_secret
 
-# Reading of PEM certificates and keys. Raises ValueError for other data.
-
-
-def read_certificate(data: bytes) -> tuple[float, float]:
-    """Returns (valid from, valid to) in seconds since 1970; of several certificates, the one that expires first. Raises
-    ValueError for other data."""
-    try:
-        certificates = x509.load_pem_x509_certificates(data)
-    except ValueError:
-        raise ValueError("not a certificate in PEM") from None
-    first = min(certificates, key=lambda certificate: certificate.not_valid_after_utc)
-    return first.not_valid_before_utc.timestamp(), first.not_valid_after_utc.timestamp()
-
-
-def read_key(data: bytes) -> PrivateKeyTypes:
-    try:
-        return load_pem_private_key(data, None)
-    except TypeError:
-        raise ValueError("the key is encrypted: give one without a passphrase") from None
-    except ValueError:
-        raise ValueError("not a private key in PEM") from None
-
-
-def same_key(certificate: bytes, key: bytes) -> bool | None:
-    """Returns whether the key is the certificate's; None if the certificate cannot be read, which is reported
-    elsewhere."""
-    try:
-        mine = x509.load_pem_x509_certificates(certificate)[0].public_key()
-    except ValueError:
-        return None
-    theirs = read_key(key).public_key()
-    plain = (Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
-    return mine.public_bytes(*plain) == theirs.public_bytes(*plain)
-
-
-# Gathering of facts: inspects this machine, writes a little into the log's directory, calls the services.
-
-PACKAGES = ("swift-ft", "torch", "numpy", "grpcio", "protobuf", "cryptography", "prometheus-client")
-TLS_VARIABLES = ("SWIFT_TLS_CERT", "SWIFT_TLS_KEY", "SWIFT_TLS_CA")
+GIB = 1 << 30
+DAY_S = 86400.0
+SYNC_PLAUSIBLE_S = 0.0005
+"""Seconds. A disk that syncs faster answers from a cache, which is safe only if the cache survives a power cut."""
+SYNC_SLOW_S = 0.05
+APPEND_SLOW_BYTES_PER_S = 200e6
+FREE_BYTES_MIN = 10 * GIB
+OPEN_FILES_MIN = 1024
+OPEN_FILES_WANTED = 8192
+ROUND_TRIP_SLOW_S = 0.01
+CLOCK_WARN_S = 1.0
+CERTIFICATE_WARN_S = 30 * DAY_S
+GPU_USED_PART_MAX = 0.1
+HARDWARE_XIDS = frozenset({48, 62, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140})
+"""Memory (48, 63, 64, 92, 94, 95, 140), NVLink (74), off the bus (79), firmware (62, 119, 120)."""
+TOKEN_WARN_S = 600.0
+"""Time left to renew it before ranks are refused."""
+IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
+REMOTE = {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "glusterfs", "fuse", "fuseblk", "virtiofs"}
+LAYERED = {"overlay", "aufs"}
 SERVICES = {"log server": "swift.log.v1.Log", "coordinator": "swift.coordinator.v1.Coordinator"}
 SYNCS = 40
 APPEND_BYTES = 64 << 20
+TIMEOUT_S_MAX = 3600.0
 _PIECE_BYTES = 4 << 20
 _BLOCK_BYTES = 4096
-_KEEP_SIZE = 1  # <linux/falloc.h>
 _ROUND_TRIPS = 7
-_RING_BYTES = 256 << 20  # as a session's by default
 _OF_OTHERS = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNIMPLEMENTED)
 _NOT_THERE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-_CLOCK = re.compile(r"[0-9]{1,12}(\.[0-9]{1,9})?")
-
-
-def software() -> Iterator[Finding]:
-    versions: dict[str, str] = {}
-    for name in PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
-    package = importlib.util.find_spec("swift_ft")
-    folder = Path(package.origin).parent / "state" if package is not None and package.origin else Path()
-    kernels = sorted(path.stem.removeprefix("_kernels_") for path in folder.glob("_kernels_*.so"))
-    return machine_checks.software(sys.version_info[:3], versions, kernels)
-
-
-def machine(ranks: int) -> Iterator[Finding]:
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    no_ring = ""
-    try:
-        Memory.create(_RING_BYTES).close()
-    except UsageError as error:
-        no_ring = str(error)
-    return machine_checks.machine(
-        cpus=len(os.sched_getaffinity(0)),
-        ranks=ranks,
-        open_files=-1 if files == resource.RLIM_INFINITY else files,
-        locked_bytes=-1 if locked == resource.RLIM_INFINITY else locked,
-        no_ring=no_ring,
-    )
-
-
-# -- devices --------------------------------------------------------------------------------------------
-
 _GPU_FIELDS = (
     "index",
     "name",
@@ -140,10 +84,66 @@ _GPU_FIELDS = (
     "ecc.mode.current",
     "ecc.errors.uncorrected.volatile.total",
 )
-_XID = re.compile(r"NVRM: Xid \(([^)]{1,40})\): ([0-9]{1,4})\b")
-_KMSG_MAX = 100_000
 _NVLINK_GPU = re.compile(r"GPU ([0-9]{1,4}):")
 _NVLINK = re.compile(r"\s*Link [0-9]{1,3}: (?:([0-9]{1,6}(?:\.[0-9]{1,6})?) GB/s|<inactive>)")
+_XID = re.compile(r"NVRM: Xid \(([^)]{1,40})\): ([0-9]{1,4})\b")
+_KMSG_MAX = 100_000
+_CLOCK = re.compile(r"[0-9]{1,12}(\.[0-9]{1,9})?")
+
+
+class Status(StrEnum):
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+WARN, FAIL = Status.WARN, Status.FAIL
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    check: str
+    status: Status
+    found: str
+    advice: str = ""
+    """Advice to the operator; empty if there is none."""
+
+
+def _judge(check: str, found: str, *rules: tuple[bool, Status, str]) -> Finding:
+    """Returns a finding by the first rule (condition, status, advice) that holds; without one all is well."""
+    status, advice = next(((status, advice) for holds, status, advice in rules if holds), (Status.OK, ""))
+    return Finding(check, status, found, advice)
+
+
+# -- the machine --------------------------------------------------------------------------------------
+
+
+def machine() -> Iterator[Finding]:
+    versions = [f"Python {sys.version.split()[0]}"]
+    for name in ("swift-ft", "torch", "grpcio", "protobuf"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions.append(f"{name} {metadata.version(name)}")
+    yield _judge("software", ", ".join(versions))
+    if importlib.util.find_spec("torch") is not None:  # the compiled kernels are for undo
+        folder = Path(__file__).parents[1] / "state"
+        kernels = sorted(path.stem.removeprefix("_kernels_") for path in folder.glob("_kernels_*.so"))
+        advice = "undo takes copies of the state: install a C++ compiler, then swift-ft again"
+        yield _judge("compiled kernels", ", ".join(kernels) or "not built", (not kernels, WARN, advice))
+    yield open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+
+def open_files(limit: int) -> Finding:
+    no_limit = limit == resource.RLIM_INFINITY
+    advice = f"raise it to {OPEN_FILES_WANTED}: ulimit -n, or LimitNOFILE= in the unit"
+    return _judge(
+        "open files",
+        "no limit" if no_limit else f"limit {limit}",
+        (not no_limit and limit < OPEN_FILES_MIN, FAIL, advice),
+        (not no_limit and limit < OPEN_FILES_WANTED, WARN, advice),
+    )
+
+
+# -- GPUs --------------------------------------------------------------------------------------------
 
 
 def devices(limit_s: float = 20.0, messages: Path = Path("/dev/kmsg")) -> Iterator[Finding]:
@@ -153,8 +153,8 @@ def devices(limit_s: float = 20.0, messages: Path = Path("/dev/kmsg")) -> Iterat
     try:
         yield from _devices(tool, limit_s)
     except subprocess.TimeoutExpired:
-        yield machine_checks.gpu_tool(f"no answer in {limit_s:g} s")
-    yield from machine_checks.xids(_xids(messages))
+        yield _gpu_tool(f"no answer in {limit_s:g} s")
+    yield from _xids(_xids_in(messages))
 
 
 def _devices(tool: str, limit_s: float) -> Iterator[Finding]:
@@ -163,10 +163,10 @@ def _devices(tool: str, limit_s: float) -> Iterator[Finding]:
     rows = [[word.strip() for word in line.split(",")] for line in said.splitlines()]
     if code or any(len(row) != len(_GPU_FIELDS) for row in rows):
         if "no devices" not in said.lower():
-            yield machine_checks.gpu_tool(one_line(said[:200]) or f"exit code {code}")
+            yield _gpu_tool(one_line(said[:200]) or f"exit code {code}")
         return
     for number, name, driver, total, used, ecc, uncorrected in rows:
-        yield machine_checks.gpu(
+        yield gpu(
             number,
             name,
             driver,
@@ -176,10 +176,10 @@ def _devices(tool: str, limit_s: float) -> Iterator[Finding]:
             uncorrected=int(uncorrected) if uncorrected.isdecimal() else None,
         )
     with contextlib.suppress(metadata.PackageNotFoundError):
-        yield machine_checks.torch_for_gpus(metadata.version("torch"))
+        yield _torch_for_gpus(metadata.version("torch"))
     code, said = _answer([tool, "nvlink", "--status"], limit_s)
     if not code:  # a tool that does not know the word says nothing about links
-        yield from machine_checks.nvlink(nvlinks_of(said))
+        yield from _nvlink(nvlinks_of(said))
 
 
 def _answer(command: Sequence[str], limit_s: float) -> tuple[int, str]:
@@ -221,7 +221,7 @@ def _digits(word: str) -> int:
     return int(word) if word.isdecimal() else 0
 
 
-def _xids(messages: Path) -> dict[str, set[int]]:
+def _xids_in(messages: Path) -> dict[str, set[int]]:
     """Returns device -> numbers, from the kernel's messages; empty if this user may not read them."""
     found: dict[str, set[int]] = {}
     with contextlib.suppress(OSError):  # BlockingIOError: that was the last one
@@ -241,7 +241,70 @@ def _xids(messages: Path) -> dict[str, set[int]]:
     return found
 
 
-# -- the directory --------------------------------------------------------------------------------------
+def gpu(
+    number: str,
+    name: str,
+    driver: str,
+    *,
+    memory_bytes: int,
+    used_bytes: int,
+    ecc: str,
+    uncorrected: int | None,
+) -> Finding:
+    """`ecc`: "Enabled", "Disabled", or another word if the device has none. `uncorrected`: ECC errors since the last
+    reset; None: not told."""
+    lost = uncorrected or 0
+    return _judge(
+        f"gpu {number}",
+        f"{name}, driver {driver}, {size_words(used_bytes)} of {size_words(memory_bytes)} in use, "
+        + ("ECC off" if ecc == "Disabled" else f"{lost} uncorrected ECC errors"),
+        (lost > 0, FAIL, "its memory has lost bits: reset it (nvidia-smi --gpu-reset), or have it exchanged"),
+        (ecc == "Disabled", WARN, "a flipped bit goes unseen: nvidia-smi -e 1, then reset it"),
+        (
+            used_bytes > GPU_USED_PART_MAX * memory_bytes,
+            WARN,
+            "other processes have its memory: see nvidia-smi",
+        ),
+    )
+
+
+def _gpu_tool(problem: str) -> Finding:
+    return _judge("gpu", f"nvidia-smi: {problem}", (True, WARN, "load the driver, or reset the device"))
+
+
+def _nvlink(by_gpu: Mapping[str, Sequence[float | None]]) -> Iterator[Finding]:
+    """`by_gpu`: GB/s of each of a GPU's links, None for one that is down. A machine without any that is up has none to
+    lose: a single GPU, or one without a bridge."""
+    up = {gpu: [speed for speed in links if speed is not None] for gpu, links in by_gpu.items()}
+    for gpu, speeds in up.items() if any(up.values()) else ():
+        yield _judge(
+            f"nvlink of gpu {gpu}",
+            f"{len(speeds)} of {len(by_gpu[gpu])} links up, {sum(speeds):.0f} GB/s",
+            (
+                len(speeds) < len(by_gpu[gpu]) or sum(speeds) < max(map(sum, up.values())),
+                WARN,
+                "its messages take a slower way than those of others: nvidia-smi nvlink --errorcounters, dmesg",
+            ),
+        )
+
+
+def _torch_for_gpus(torch: str) -> Finding:
+    advice = "install torch for CUDA: https://pytorch.org/get-started"
+    return _judge("torch for GPUs", torch, (torch.endswith("+cpu"), WARN, advice))
+
+
+def _xids(by_device: Mapping[str, Collection[int]]) -> Iterator[Finding]:
+    """`by_device`: the numbers of the driver's errors since this machine was started. Those of programs are left
+    out."""
+    for where, numbers in sorted(by_device.items()):
+        if found := sorted(HARDWARE_XIDS.intersection(numbers)):
+            advice = (
+                "the driver has seen the hardware fail: dmesg, then reset the device or have it exchanged"
+            )
+            yield _judge(f"gpu {where}", f"XID {', '.join(map(str, found))}", (True, WARN, advice))
+
+
+# -- the log's directory --------------------------------------------------------------------------------
 
 
 def filesystem_of(path: str, mounts: Iterable[str]) -> str:
@@ -260,81 +323,63 @@ def filesystem_of(path: str, mounts: Iterable[str]) -> str:
 
 
 def directory(path: Path) -> Iterator[Finding]:
-    """Examines the log's directory. Leaves no file behind: its test file is unlinked before it is written."""
+    """Examines the log's directory, or the nearest parent if there is none yet. Leaves no file behind."""
     path = Path(os.path.abspath(path))
     nearest = path
     while not nearest.exists() and nearest != nearest.parent:
         nearest = nearest.parent
-    measured: dict[str, Any] | None = None
-    if not path.exists():
-        writable = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
-        yield machine_checks.directory(str(path), exists=False, writable=writable)
-    else:
-        problem = ""
-        try:
-            if not path.is_dir():
-                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-            measured = _measured(path)
-        except OSError as error:
-            problem = error.strerror or str(error)
-        in_use = measured is not None and _in_use(path)
-        yield machine_checks.directory(str(path), exists=True, problem=problem, in_use=in_use)
-    kind = ""
-    with contextlib.suppress(OSError), open("/proc/self/mountinfo") as mounts:
+    with open("/proc/self/mountinfo") as mounts:
         kind = filesystem_of(str(nearest.resolve()), mounts)
-    if kind:
-        space = os.statvfs(nearest)
-        free_bytes, size_bytes = space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
-        yield from machine_checks.file_system(kind, free_bytes, size_bytes)
-    if measured is not None:
-        yield from machine_checks.disk(**measured)
-
-
-def _measured(path: Path) -> dict[str, Any]:
-    """Returns the arguments of `machine_checks.disk`."""
-    fd, name = tempfile.mkstemp(prefix=".doctor.", dir=path)
-    direct_fd = -1
+    space = os.statvfs(nearest)
+    yield from file_system(kind, space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize)
     try:
-        try:
-            direct_fd = os.open(name, os.O_WRONLY | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0))
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                raise
-        os.unlink(name)
-        preallocates = _preallocates(fd)
-        direct = direct_fd >= 0 and _writes_direct(direct_fd)
-        return {
-            "preallocates": preallocates,
-            "direct": direct,
-            "syncs_s": _syncs_s(fd),
-            "append_bytes_per_s": _append(direct_fd if direct else fd),
-        }
-    finally:
-        os.close(fd)
-        if direct_fd >= 0:
-            os.close(direct_fd)
-        Path(name).unlink(missing_ok=True)
+        with tempfile.TemporaryFile(dir=nearest, buffering=0) as file:
+            syncs_s, append_bytes_per_s = _syncs_s(file.fileno()), _append(file.fileno())
+    except OSError as error:
+        found = f"{path}: {error.strerror}"
+        yield _judge(
+            "directory", found, (True, FAIL, "make it, with room and writable for the server's user")
+        )
+        return
+    missing, held = nearest != path, bool(server_runs(path))
+    words = " will be made" if missing else ", a log server holds it" if held else ""
+    yield _judge("directory", f"{path}{words}")
+    yield from disk(syncs_s, append_bytes_per_s)
 
 
-def _preallocates(fd: int) -> bool:
-    """Returns whether fallocate works. Calls it directly: Python's posix_fallocate writes zeros if it is
-    unsupported."""
-    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None)
-    if fallocate is None:
-        return False
-    fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-    return bool(fallocate(fd, _KEEP_SIZE, 0, 1 << 20) == 0)
+def file_system(kind: str, free_bytes: int, size_bytes: int) -> Iterator[Finding]:
+    remote = kind in REMOTE or kind.startswith("fuse.")
+    yield _judge(
+        "filesystem",
+        kind,
+        (kind in IN_MEMORY, FAIL, "it is memory: a restart loses the log; use a disk"),
+        (remote, WARN, "its syncs promise what its server promises; use a local disk"),
+        (kind in LAYERED, WARN, "it goes with the container: mount a volume"),
+    )
+    advice = "the log holds all since the last checkpoint: give it 10 GiB and more"
+    room = f"{size_words(free_bytes)} free of {size_words(size_bytes)}"
+    yield _judge("disk space", room, (free_bytes < FREE_BYTES_MIN, WARN, advice))
 
 
-def _writes_direct(fd: int) -> bool:
-    """Returns whether a direct write works: the open may succeed and the write fail."""
-    with mmap.mmap(-1, _BLOCK_BYTES) as block:
-        try:
-            return os.pwrite(fd, block, 0) == _BLOCK_BYTES
-        except OSError as error:
-            if error.errno == errno.EINVAL:
-                return False
-            raise
+def disk(syncs_s: Sequence[float], append_bytes_per_s: float) -> Iterator[Finding]:
+    """`syncs_s`: seconds of each 4 KiB write with fdatasync."""
+    middle_s, worst_s = median(syncs_s), max(syncs_s)
+    yield _judge(
+        "sync latency",
+        f"median {middle_s * 1e3:.2f} ms, slowest {worst_s * 1e3:.2f} ms of {len(syncs_s)}",
+        (
+            middle_s < SYNC_PLAUSIBLE_S,
+            WARN,
+            "implausibly quick: be sure that the disk's cache survives a power cut, or turn it off",
+        ),
+        (middle_s > SYNC_SLOW_S, WARN, "each acknowledgement waits so long: use another disk"),
+    )
+    slow = append_bytes_per_s < APPEND_SLOW_BYTES_PER_S
+    yield _judge(
+        "append speed",
+        f"{append_bytes_per_s / 1e6:.0f} MB/s with a sync at the end",
+        (slow, WARN, "boundary traffic above it stops training: use another disk"),
+    )
 
 
 def _syncs_s(fd: int) -> list[float]:
@@ -348,50 +393,17 @@ def _syncs_s(fd: int) -> list[float]:
 
 
 def _append(fd: int) -> float:
-    """Returns the bytes per second of writes as the log server does them, with one sync at the end."""
-    with mmap.mmap(-1, _PIECE_BYTES) as piece:
-        piece[:] = os.urandom(1 << 20) * (_PIECE_BYTES >> 20)
-        began = time.perf_counter()
-        for offset in range(0, APPEND_BYTES, _PIECE_BYTES):
-            done = 0
-            while done < _PIECE_BYTES:
-                with memoryview(piece) as view, view[done:] as rest:
-                    done += os.pwrite(fd, rest, offset + done)
-        os.fdatasync(fd)
-        return APPEND_BYTES / (time.perf_counter() - began)
+    """Returns the bytes per second of large writes, with one sync at the end."""
+    piece = os.urandom(_PIECE_BYTES)
+    began = time.perf_counter()
+    done = 0
+    while done < APPEND_BYTES:
+        done += os.pwrite(fd, piece, done)
+    os.fdatasync(fd)
+    return done / (time.perf_counter() - began)
 
 
-def _in_use(path: Path) -> bool:
-    try:
-        fd = os.open(path / ".lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
-
-
-# -- the network ----------------------------------------------------------------------------------------
-
-
-def port(address: str) -> Finding:
-    """Checks whether a server could listen at this address: binds it for a moment."""
-    host, number = host_and_port(address, "--listen")
-    try:
-        family, kind, protocol, _, where = socket.getaddrinfo(
-            host.strip("[]"), number, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(where)
-            probe.listen()
-    except OSError as error:
-        return machine_checks.port(address, error.strerror or str(error))
-    return machine_checks.port(address)
+# -- the services ---------------------------------------------------------------------------------------
 
 
 def peer(kind: str, address: str, timeout_s: float) -> Iterator[Finding]:
@@ -400,12 +412,12 @@ def peer(kind: str, address: str, timeout_s: float) -> Iterator[Finding]:
     try:
         channel = open_channel(address)
     except UsageError as error:  # a local problem: an invalid or missing token or certificate
-        yield Finding(where, Status.FAIL, str(error), advice)
+        yield Finding(where, FAIL, str(error), advice)
         return
-    trips: list[float] = []
-    offset: tuple[float, float] | None = None
-    version, serving = "", False
-    security: frozenset[str] = frozenset()
+    trips_s: list[float] = []
+    serving = False
+    about: dict[str, str] = {}
+    offset_s: float | None = None
     try:
         stub = health_pb2_grpc.HealthStub(channel)
         request = health_pb2.HealthCheckRequest(service=SERVICES[kind])
@@ -413,83 +425,145 @@ def peer(kind: str, address: str, timeout_s: float) -> Iterator[Finding]:
             began, wall = time.perf_counter(), time.time()
             reply, call = stub.Check.with_call(request, timeout=timeout_s)
             trip_s = time.perf_counter() - began
-            trips.append(trip_s)
+            trips_s.append(trip_s)
             serving = reply.status == health_pb2.HealthCheckResponse.SERVING
             about = {key: str(value) for key, value in call.trailing_metadata() or ()}
-            version = about.get(VERSION_KEY, "")
-            security = frozenset(filter(None, about.get(SECURITY_KEY, "").split(",")))
-            told = about.get(TIME_KEY)
-            if told is not None and _CLOCK.fullmatch(told) and trip_s == min(trips):
-                offset = (trip_s, float(told) - (wall + trip_s / 2))
+            if trip_s == min(trips_s) and _CLOCK.fullmatch(about.get(TIME_KEY, "")):
+                offset_s = float(about[TIME_KEY]) - (wall + trip_s / 2)
     except grpc.RpcError as error:
         problem = f"does not tell its health: {message_of(error)}"
         if code_of(error) in _OF_OTHERS or is_another_service(problem):
             problem = f"another service is there, not a {kind}"
         elif code_of(error) in _NOT_THERE:
             problem = advised(address, f"cannot be reached within {timeout_s:g} s: {message_of(error)}")
-        yield Finding(where, Status.FAIL, problem, advice)
+        yield Finding(where, FAIL, problem, advice)
         return
     finally:
         channel.close()
-    yield from machine_checks.peer(
+    yield from answer(where, serving, trips_s, about, offset_s)
+
+
+def answer(
+    where: str,
+    serving: bool,
+    trips_s: Sequence[float],
+    about: Mapping[str, str],
+    offset_s: float | None,
+) -> Iterator[Finding]:
+    """Judges a service that answers. `about`: the metadata of its health. `offset_s`: its wall clock minus the local
+    one, known to half a round trip; None if it is not told."""
+    trip_s, uncertain_s = median(trips_s), min(trips_s) / 2
+    yield _judge(
         where,
-        serving=serving,
-        round_trips_s=trips,
-        version=version,
-        own_version=metadata.version("swift-ft"),
-        security=security,
-        clock_offset_s=offset[1] if offset is not None else None,
+        f"{'SERVING' if serving else 'NOT_SERVING'}, round trip {trip_s * 1e3:.2f} ms",
+        (not serving, FAIL, "see its log: disk full, failed, or draining"),
+        (trip_s > ROUND_TRIP_SLOW_S, WARN, "every step waits for it: put it nearer"),
     )
+    security = sorted(filter(None, about.get(SECURITY_KEY, "").split(",")))
+    advice = "whoever reaches its port can use it: see docs/security.md, or trust the network"
+    found = ", ".join(security) or "plain, on loopback"
+    yield _judge(f"{where} security", found, ("insecure" in security, WARN, advice))
+    version, own = about.get(VERSION_KEY, ""), metadata.version("swift-ft")
+    found = version if version == own else f"{version or 'unknown'}, here {own}"
+    yield _judge(f"{where} version", found, (version != own, WARN, "install one version everywhere"))
+    if offset_s is not None:
+        # Leases use monotonic time: a wrong clock affects only the reading of logs and the dates of certificates.
+        differs = abs(offset_s) - uncertain_s > CLOCK_WARN_S
+        yield _judge(
+            f"{where} clock",
+            f"{offset_s:+.3f} s against here, ± {uncertain_s:.3f} s",
+            (differs, WARN, "run NTP on both: logs of the two cannot be read side by side"),
+        )
+    if memory := about.get(MEMORY_KEY):
+        sent = "are sent to it over gRPC: it is on another machine, in another network namespace, or another user's"
+        yield _judge(f"{where} records", "are read in their writers' memory" if is_near(memory) else sent)
 
 
-# -- certificates ---------------------------------------------------------------------------------------
+def coordinators(addresses: Sequence[str], timeout_s: float) -> Iterator[Finding]:
+    """Checks all that share one store: one of them serves, and those that stand by do not."""
+    found = [list(peer("coordinator", address, timeout_s)) for address in addresses]
+    serves = any(first.found.startswith("SERVING") for first, *_ in found)
+    for first, *others in found:
+        if serves and first.found.startswith("NOT_SERVING"):
+            first = replace(first, status=Status.OK, advice="it stands by, and another one serves")
+        yield from (first, *others)
 
 
-def certificates(environment: Mapping[str, str], now: float, warn_days: float) -> Iterator[Finding]:
+# -- certificates and tokens ----------------------------------------------------------------------------
+
+
+def certificates(environment: Mapping[str, str], now: float) -> Iterator[Finding]:
     """Examines the files that the TLS variables name: their mode and validity, and whether the key matches."""
-    pair = environment.get("SWIFT_TLS_CERT")
-    for variable in TLS_VARIABLES:
+    for variable in (ENV_CERTIFICATE, ENV_KEY, ENV_CA):
         if not (path := environment.get(variable)):
             continue
         try:
-            mode, data = os.stat(path).st_mode & 0o7777, Path(path).read_bytes()
-            if variable.endswith("_KEY"):
-                read_key(data)
-                matches = same_key(Path(pair).read_bytes(), data) if pair else None
-                yield machine_checks.key(variable, path, mode=mode, matches=matches)
-                continue
-            begins, ends = read_certificate(data)
-        except (OSError, ValueError) as error:
-            problem = (error.strerror if isinstance(error, OSError) else "") or str(error)
-            yield Finding(variable, Status.FAIL, f"{path}: {problem}", "name a readable PEM file")
-            continue
-        yield machine_checks.certificate(
-            variable, path, expires_in_s=ends - now, valid_since_s=now - begins, warn_days=warn_days
-        )
+            if variable == ENV_KEY:
+                yield _key(Path(path), environment.get(ENV_CERTIFICATE))
+            else:
+                yield _certificate(variable, Path(path), now)
+        except UsageError as error:
+            found = str(error).removeprefix(f"{variable} ")
+            yield Finding(variable, FAIL, found, "name a file in PEM that can be read")
+        except (ValueError, TypeError) as error:
+            yield Finding(variable, FAIL, f"{path}: {error}", "name a file in PEM, without a passphrase")
+
+
+def _key(path: Path, certificate: str | None) -> Finding:
+    """Raises UsageError, ValueError, or TypeError if the key is encrypted."""
+    key = load_pem_private_key(read_secret(path, ENV_KEY), None).public_key()
+    theirs = None
+    if certificate is not None:
+        with contextlib.suppress(UsageError, ValueError):  # reported as the certificate's
+            data = read_file(Path(certificate), ENV_CERTIFICATE)
+            theirs = x509.load_pem_x509_certificates(data)[0].public_key()
+    is_other = theirs is not None and theirs != key
+    found = "not the certificate's key" if is_other else "can be used"
+    return _judge(ENV_KEY, f"{path}: {found}", (is_other, FAIL, "name the pair"))
+
+
+def _certificate(variable: str, path: Path, now: float) -> Finding:
+    """Judges the one of several certificates that expires first. Raises UsageError or ValueError."""
+    every = x509.load_pem_x509_certificates(read_file(path, variable))
+    first = min(every, key=lambda one: one.not_valid_after_utc)
+    left_s = first.not_valid_after_utc.timestamp() - now
+    early = first.not_valid_before_utc.timestamp() > now
+    left = "expired" if left_s <= 0 else "not valid yet" if early else f"{left_s / DAY_S:.0f} days left"
+    return _judge(
+        variable,
+        f"{path}: {left}",
+        (left_s <= 0, FAIL, "renew it"),
+        (early, FAIL, "wait, or set this machine's clock"),
+        (left_s < CERTIFICATE_WARN_S, WARN, "renew it"),
+    )
 
 
 def token(environment: Mapping[str, str], now: float) -> Iterator[Finding]:
     """Examines the token that this machine's clients would use. Its signature is not verified."""
     if not (name := environment.get(ENV_TOKEN_FILE)):
         return
-    problem = "holds something that is no token of ours"
     try:
         claims = claims_of(read_token(Path(name)))
+        problem = "" if claims else f"{name}: holds something that is no token of ours"
     except UsageError as error:
-        claims, problem = None, str(error).removeprefix(f"{ENV_TOKEN_FILE} {name}: ")
+        claims, problem = None, str(error).removeprefix(f"{ENV_TOKEN_FILE} ")
     if claims is None:
-        yield Finding(machine_checks.TOKEN, Status.FAIL, f"{name}: {problem}", "make one with swift-ft token")
+        yield Finding(ENV_TOKEN_FILE, FAIL, problem, "make one with swift-ft token")
         return
-    yield machine_checks.token(
-        name,
-        job=claims.job,
-        roles=claims.roles,
-        generation=claims.generation_max,
-        expires_in_s=claims.expires_at - now,
+    left_s, renew = claims.expires_at - now, "is swift-ft token --renew running?"
+    left = f"{left_s / 60:.0f} min left" if left_s > 0 else "expired"
+    bound = claims.generation_max is not None
+    until = f", to generation {claims.generation_max}" if bound else ""
+    yield _judge(
+        ENV_TOKEN_FILE,
+        f"{name}: job {claims.job}, {', '.join(sorted(claims.roles))}: {left}{until}",
+        (left_s <= 0, FAIL, renew),
+        (bound, WARN, "a job's ranks need one that is not bound: leave --generation out"),
+        (left_s < TOKEN_WARN_S, WARN, renew),
     )
 
 
-TIMEOUT_S_MAX = 3600.0
+# -- the command ----------------------------------------------------------------------------------------
 
 
 def parser() -> Parser:
@@ -502,23 +576,11 @@ def parser() -> Parser:
         type=argument(local_directory),
         help="the log server's directory; 64 MiB are written there and removed",
     )
-    parser.add_argument(
-        "--ranks", type=int, default=0, help="the number of ranks that will run on this machine"
-    )
-    for flag, what in (
-        ("--listen", "must be free here"),
-        ("--server", "a log server that must answer"),
-        ("--coordinator", "a coordinator that must answer"),
-    ):
+    several = "a coordinator that must answer, or several with commas between them, one of which serves"
+    for flag, what in (("--server", "a log server that must answer"), ("--coordinator", several)):
         parser.add_argument(
             flag, action="append", default=[], metavar="HOST:PORT", help=f"{what}; may be repeated"
         )
-    parser.add_argument(
-        "--certificate-days",
-        type=float,
-        default=30.0,
-        help="warn if a certificate expires within this many days",
-    )
     parser.add_argument(
         "--timeout", type=float, default=5.0, metavar="SECONDS", help="how long to wait for each service"
     )
@@ -527,67 +589,51 @@ def parser() -> Parser:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Returns the options, checked. Raises UsageError."""
     options = parser().parse_args(argv)
-    for flag in ("listen", "server", "coordinator"):
-        for address in getattr(options, flag):
-            host_and_port(address, f"--{flag}")
-    for flag, least in (("ranks", 0), ("certificate_days", 0), ("timeout", 0.01)):
-        if getattr(options, flag) < least:
-            raise UsageError(f"--{flag.replace('_', '-')} {getattr(options, flag)}: give at least {least}")
-    if options.timeout > TIMEOUT_S_MAX:
-        raise UsageError(f"--timeout {options.timeout:g}: give at most {TIMEOUT_S_MAX:g} s")
+    for address in options.server:
+        host_and_port(address, "--server")
+    for addresses in options.coordinator:
+        for address in addresses.split(","):
+            host_and_port(address, "--coordinator")
+    if not 0.01 <= options.timeout <= TIMEOUT_S_MAX:
+        raise UsageError(f"--timeout {options.timeout:g}: at least 0.01 s, at most {TIMEOUT_S_MAX:g} s")
     if options.json is not None and not options.json.parent.is_dir():
         raise UsageError(f"--json: there is no directory {options.json.parent}")
     return options
 
 
 def examine(options: argparse.Namespace) -> Iterator[Finding]:
-    """Yields what is found on this machine and of the services."""
-    yield from software()
-    yield from machine(options.ranks)
+    yield from machine()
     yield from devices()
     if options.directory is not None:
         yield from directory(options.directory)
-    yield from map(port, options.listen)
-    for kind, addresses in (("log server", options.server), ("coordinator", options.coordinator)):
-        for address in addresses:
-            yield from peer(kind, address, options.timeout)
+    for address in options.server:
+        yield from peer("log server", address, options.timeout)
+    for addresses in options.coordinator:
+        yield from coordinators(addresses.split(","), options.timeout)
     environment = with_files(os.environ)
-    yield from certificates(environment, time.time(), options.certificate_days)
+    yield from certificates(environment, time.time())
     yield from token(environment, time.time())
 
 
 def lines(findings: Sequence[Finding]) -> list[str]:
     """Formats one line per finding: status, check, fact, and after a dash the advice."""
-    rows = [
-        (
-            f"{finding.status:<4}",
-            finding.check,
-            finding.found + (f" - {finding.advice}" if finding.advice else ""),
-        )
-        for finding in findings
-    ]
+    rows = []
+    for finding in findings:
+        advice = f" - {finding.advice}" if finding.advice else ""
+        rows.append((f"{finding.status:<4}", finding.check, finding.found + advice))
     counts = {status: sum(finding.status is status for finding in findings) for status in Status}
-    last = f"{counts[Status.OK]} ok, {counts[Status.WARN]} to look at, {counts[Status.FAIL]} failed"
+    last = f"{counts[Status.OK]} ok, {counts[WARN]} to look at, {counts[FAIL]} failed"
     return [*table(rows, left=3), last]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    try:
-        options = parse(sys.argv[1:] if argv is None else argv)
-        findings = list(examine(options))
-        failed = any(finding.status is Status.FAIL for finding in findings)
-        if options.json is not None:
-            report = {"ok": not failed, "findings": [asdict(finding) for finding in findings]}
-            options.json.write_text(json.dumps(report, indent=1) + "\n")
-        show(lines(findings))
-        return 3 if failed else 0
-    except SwiftError as error:
-        tell(error)
-        return error.exit_code
-    except BrokenPipeError:
-        raise  # for `end_quietly`
-    except OSError as error:
-        tell(error)
-        return 3
+@command
+def main(argv: Sequence[str]) -> int:
+    options = parse(argv)
+    findings = list(examine(options))
+    failed = any(finding.status is FAIL for finding in findings)
+    if options.json is not None:
+        report = {"ok": not failed, "findings": [asdict(finding) for finding in findings]}
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    show(lines(findings))
+    return 3 if failed else 0

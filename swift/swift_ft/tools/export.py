@@ -5,11 +5,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from swift_ft.cli_parser import Parser, argument, checkpoint_place
-from swift_ft.errors import ServiceError, SwiftError, UsageError
-from swift_ft.text import job_called, one_line, scheme_of, tell
-
-EXIT_USAGE, EXIT_DAMAGE = 2, 3
+from swift_ft.cli_parser import Parser, argument, checkpoint_place, command
+from swift_ft.errors import UsageError
+from swift_ft.text import job_called, scheme_of, tell
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -56,9 +54,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return given
 
 
-def run(config: argparse.Namespace) -> None:
-    """Runs the command; prints one line. Raises ServiceError if no version is whole, UsageError if it cannot be
-    written."""
+@command
+def main(argv: Sequence[str]) -> int:
+    config = parse(argv)
     from swift_ft.state import export  # imports torch: after what is wrong with the options was said
 
     ranks = config.ranks or export.world_size_of(config.directory)
@@ -75,14 +73,6 @@ def run(config: argparse.Namespace) -> None:
         f"version {version} of {ranks} ranks: {tensors} tensors, {tensor_bytes} bytes, in {file_bytes} bytes of files; "
         f"torch.distributed.checkpoint.load opens {config.target}"
     )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    try:
-        run(parse(sys.argv[1:] if argv is None else argv))
-    except SwiftError as error:
-        tell(one_line(str(error)))
-        return EXIT_DAMAGE if isinstance(error, ServiceError) else EXIT_USAGE
     return 0
 
 

@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,9 +11,9 @@ from typing import Any
 # gRPC reads this at import: otherwise its own messages about an absent server would appear next to ours.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
-from swift_ft.cli_parser import Parser, argument, local_directory
+from swift_ft.cli_parser import Parser, argument, command, local_directory
 from swift_ft.credentials import advised
-from swift_ft.errors import LogUnavailable, RecordCorrupt, ServiceError, SwiftError, UsageError
+from swift_ft.errors import LogUnavailable, ServiceError, UsageError
 from swift_ft.log import admin
 from swift_ft.log.directory import (
     LIVES_S,
@@ -25,13 +24,12 @@ from swift_ft.log.directory import (
     owned,
     remove_forgotten,
 )
-from swift_ft.log.record import check_name
 from swift_ft.text import job_called, show, size_words, table, tell, time_words
 from swift_ft.tools.log_contents import (
+    MOVED,
     DirectoryLog,
     JobFacts,
     LogFacts,
-    SegmentFacts,
     StreamFacts,
     served_facts,
 )
@@ -70,28 +68,19 @@ _OF_STREAM: Mapping[str, Callable[[StreamFacts], str]] = {
     "segments": lambda stream: "-" if stream.segments is None else str(len(stream.segments)),
     "state": _state_of,
 }
-_OF_SEGMENT: Mapping[str, Callable[[SegmentFacts], str]] = {
-    "segment": lambda segment: segment.name,
-    "records": lambda segment: str(segment.records),
-    "size": lambda segment: size_words(segment.bytes),
-    "ends": lambda segment: f"torn, {segment.torn_bytes} B" if segment.torn_bytes else segment.ending,
-}
-_LEFT = {"job", "stream", "segment", "state", "ends", "steps"}
+_LEFT = {"job", "stream", "state", "steps"}
 
 
-def lines(facts: LogFacts, *, segments: bool) -> list[str]:
-    """Returns the facts as tables. ``segments``: lists every file, too."""
+def lines(facts: LogFacts) -> list[str]:
     streams = [(job.job, stream) for job in facts.jobs for stream in job.streams]
-    files = [(job, stream, each) for job, stream in streams for each in stream.segments or []]
+    moved = sum(each.ending == MOVED for _, stream in streams for each in stream.segments or [])
+    moved_bytes = sum(stream.moved_bytes for _, stream in streams)
     alarms = [alarm for alarm in (facts.alarm, *(job.alarm for job in facts.jobs)) if alarm]
     return [
         _head(facts),
         *_table(_OF_JOB, [_cells(_OF_JOB, job) for job in facts.jobs]),
         *_table(("job", *_OF_STREAM), [[job, *_cells(_OF_STREAM, stream)] for job, stream in streams]),
-        *_table(
-            ("job", "stream", *_OF_SEGMENT),
-            [[job, stream.stream, *_cells(_OF_SEGMENT, each)] for job, stream, each in files if segments],
-        ),
+        *([f"in {facts.cold}: {moved} segments, {size_words(moved_bytes)}"] if facts.cold else []),
         *(f"alarm: {alarm}" for alarm in alarms),
         *(f"problem: {problem}" for problem in facts.problems() if facts.verified is None),
     ]
@@ -119,10 +108,8 @@ TIMEOUT_S_MAX = 3600.0
 
 
 def _check(given: argparse.Namespace) -> None:
-    """Raises UsageError for options that do not go together."""
     if (given.directory is None) == (not given.server):
         raise UsageError("give --directory DIR or --server HOST:PORT, one of them")
-    check_name("stream", given.stream or "x")
     if given.verify and given.directory is None:
         raise UsageError("--verify reads files: give --directory; a server may be running there")
     if given.drop_job and given.verify:
@@ -136,7 +123,6 @@ def _check(given: argparse.Namespace) -> None:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Returns the options, checked. Raises UsageError."""
     parser = Parser(
         prog="swift-ft inspect",
         description="Shows what is in the log, verifies it, drops the log of a job.",
@@ -151,8 +137,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--server", default="", metavar="HOST:PORT", help="ask a running log server")
     parser.add_argument("--job", type=argument(job_called), help="only this job")
-    parser.add_argument("--stream", default="", help="only this stream, such as s2.F")
-    parser.add_argument("--segments", action="store_true", help="list every file too (with --directory)")
     parser.add_argument(
         "--verify",
         action="store_true",
@@ -179,20 +163,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def run(config: argparse.Namespace) -> int:
-    """Runs the command: shows or drops. Returns the exit code. Raises UsageError if there is no such
-    stream."""
     if config.drop_job:
         return _drop(config)
     if config.directory is not None:
-        facts = DirectoryLog(config.directory).facts(config.job, config.stream, config.verify)
+        facts = DirectoryLog(config.directory).facts(config.job, config.verify)
     else:
-        facts = served_facts(config.server, config.timeout_s, config.job, config.stream)
-    if config.stream and not any(job.streams for job in facts.jobs):
-        raise UsageError(
-            f"there is no stream {config.stream} in {f'job {config.job}' if config.job else 'any job'}"
-        )
+        facts = served_facts(config.server, config.timeout_s, config.job)
     _write_json(config.json, asdict(facts))
-    show(lines(facts, segments=config.segments))
+    show(lines(facts))
     return _verdict(facts)
 
 
@@ -245,25 +223,10 @@ def _write_json(path: Path | None, values: object) -> None:
         raise UsageError(f"cannot write {path}: {error.strerror}; give another place") from None
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    server = ""
+@command
+def main(argv: Sequence[str]) -> int:
+    config = parse(argv)
     try:
-        config = parse(sys.argv[1:] if argv is None else argv)
-        server = config.server
         return run(config)
     except LogUnavailable as error:
-        tell(advised(server, str(error)) if server else error, "inspect")
-        return error.exit_code
-    except BrokenPipeError:
-        raise  # for `end_quietly`
-    except (SwiftError, OSError) as error:
-        tell(error, "inspect")
-        if isinstance(error, RecordCorrupt):
-            return EXIT_DAMAGE
-        return error.exit_code if isinstance(error, SwiftError) else ServiceError.exit_code
-    except KeyboardInterrupt:
-        return 130
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        raise LogUnavailable(advised(config.server, str(error))) from None

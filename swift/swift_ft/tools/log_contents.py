@@ -8,7 +8,7 @@ from pathlib import Path
 
 from swift_ft._pb import log_pb2
 from swift_ft.errors import LogError, RecordCorrupt, ServiceError, UsageError
-from swift_ft.files import open_regular
+from swift_ft.files import open_regular, read_regular
 from swift_ft.log import admin
 from swift_ft.log.directory import NAME as ACKED
 from swift_ft.log.directory import (
@@ -17,6 +17,7 @@ from swift_ft.log.directory import (
     age_s,
     check_directory,
     check_job,
+    cold_url,
     free_bytes,
     in_the_way,
     load_manifest,
@@ -26,25 +27,25 @@ from swift_ft.log.directory import (
     sub_directories,
 )
 from swift_ft.log.frame import decode_record
-from swift_ft.log.manifest import GRANTED, NO_UID, JobMeta, StreamMeta
+from swift_ft.log.manifest import GRANTED, NO_UID, JobMeta, ManifestDamaged, StreamMeta
 from swift_ft.log.record import Record, declared, stream_tag
 from swift_ft.log.segment import (
     FILE_BYTES_LEAST,
     SEQUENCE_MAX,
+    SUFFIX,
     Ending,
     Owner,
     ScannedRecord,
     SegmentScan,
     walk,
 )
+from swift_ft.log.stub import COLD_SUFFIX, STUB_BYTES_MAX, Stub
 
 # Facts about a log, from a server over gRPC or from the files of a directory.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SegmentFacts:
-    """One segment file."""
-
     name: str
     first_sequence: int
     records: int
@@ -63,6 +64,8 @@ class StreamFacts:
     appended_sequence: int
     records: int = 0
     bytes: int = 0
+    moved_bytes: int = 0
+    """Of these, bytes in an object store (a directory)."""
     first_step: int | None = None
     last_step: int | None = None
     unlogged: tuple[int, int] | None = None
@@ -75,8 +78,6 @@ class StreamFacts:
 
 @dataclass(kw_only=True, slots=True)
 class JobFacts:
-    """One job in a log."""
-
     job: str
     generation: int = 0
     trimmed_below_step: int = 0
@@ -96,8 +97,6 @@ class JobFacts:
 
 @dataclass(kw_only=True, slots=True)
 class Verified:
-    """Result of --verify. ``damage`` has one line for each damage."""
-
     records: int = 0
     bytes: int = 0
     damage: list[str] = field(default_factory=list)
@@ -105,20 +104,19 @@ class Verified:
 
 @dataclass(kw_only=True, slots=True)
 class LogFacts:
-    """A whole log: its space, its jobs, and the result of the verification."""
-
     source: str
     used_bytes: int = 0
     limit_bytes: int = 0
     """Maximum of kept bytes, by quota or by the disk's space; 0: unknown."""
     alarm: str = ""
     """Reason of an alarm; empty: none."""
+    cold: str = ""
+    """URL of the object store to which segments of a directory are moved; empty: none."""
     server_runs: bool | None = None
     jobs: list[JobFacts] = field(default_factory=list)
     verified: Verified | None = None
 
     def problems(self) -> list[str]:
-        """Returns one line per problem of a job or a stream."""
         lines = [f"{job.job}: {job.problem}" for job in self.jobs if job.problem]
         return lines + [
             f"{job.job}/{stream.stream}: {problem}"
@@ -131,6 +129,8 @@ class LogFacts:
 # Log from files. It only reads, so a server may run at the same time. It shows what a server would recover if it
 # started now, except for records that are being written.
 
+MOVED = "moved"
+"""How a segment ends that is in an object store."""
 _LOOKS = 5
 _LOOK_AGAIN_S = 0.1
 
@@ -167,8 +167,8 @@ class DirectoryLog:
         self.server_runs = server_runs(directory)
         self._acked: Mapping[Of, int] = NOTHING
 
-    def facts(self, job: str = "", stream: str = "", verify: bool = False) -> LogFacts:
-        """Returns the facts of one job, one stream, or all. Raises UsageError if there is no job of that name."""
+    def facts(self, job: str = "", verify: bool = False) -> LogFacts:
+        """Returns the facts of one job, or all. Raises UsageError if there is no job of that name."""
         if job:
             check_job(self.directory, job)
         facts = LogFacts(source=str(self.directory), server_runs=self.server_runs)
@@ -178,18 +178,20 @@ class DirectoryLog:
         except OSError as error:
             why = f"cannot be read ({error.strerror}): what was acknowledged is unknown"
             facts.alarm = f"{self.directory / ACKED} {why}"
+        facts.cold = cold_url(self.directory)
         for name in [job] if job else sub_directories(self.directory):
-            facts.jobs.append(self._job(name, stream, facts.verified))
+            facts.jobs.append(self._job(name, facts.verified))
         if not job:
             facts.jobs += self._in_the_way()
-        facts.used_bytes = sum(job_facts.bytes for job_facts in facts.jobs)
+        moved = sum(of.moved_bytes for job_facts in facts.jobs for of in job_facts.streams)
+        facts.used_bytes = sum(job_facts.bytes for job_facts in facts.jobs) - moved
         free = free_bytes(self.directory)
         facts.limit_bytes = facts.used_bytes + free if free is not None else 0
         if facts.verified is not None:
             facts.verified.damage += facts.problems()
         return facts
 
-    def _job(self, name: str, only: str, verified: Verified | None) -> JobFacts:
+    def _job(self, name: str, verified: Verified | None) -> JobFacts:
         facts = JobFacts(job=name, idle_seconds=age_s(self.directory, name) or 0.0)
         try:
             meta = load_manifest(self.directory, name)
@@ -199,11 +201,10 @@ class DirectoryLog:
         facts.generation, facts.trimmed_below_step = meta.generation, meta.trimmed_below_step
         folder = self.directory / name
         for stream in sorted({*meta.streams, *sub_directories(folder)}):
-            if only in ("", stream):
-                try:
-                    facts.streams.append(self._stream(name, stream, meta, verified))
-                except Apart as apart:
-                    facts.problem = facts.problem or str(apart)
+            try:
+                facts.streams.append(self._stream(name, stream, meta, verified))
+            except Apart as apart:
+                facts.problem = facts.problem or str(apart)
         for stream in in_the_way(folder):
             facts.problem = facts.problem or str(Apart(folder / stream, "it is not a directory"))
         facts.records = sum(stream.records for stream in facts.streams)
@@ -267,6 +268,9 @@ class DirectoryLog:
             last = index == len(paths) - 1
             try:
                 self._check_file(path)
+                if path.suffix == COLD_SUFFIX:
+                    scans.append(self._moved(path, owner))
+                    continue
                 scan = walk(path, verify_bodies=verify_bodies, last=last, owner=owner)
                 for _ in range(_LOOKS if last and self.server_runs else 0):
                     if not scan.damage:
@@ -279,6 +283,17 @@ class DirectoryLog:
                 raise Apart(path, error.strerror or str(error)) from None
             scans.append(scan)
         return scans
+
+    @staticmethod
+    def _moved(path: Path, owner: Owner | None) -> SegmentScan:
+        """Scans a segment by its stub: bodies are verified when the server reads them."""
+        try:
+            stub = Stub.decode(read_regular(path, STUB_BYTES_MAX))
+        except ManifestDamaged as error:
+            raise Apart(path, f"it is damaged: {error}") from None
+        scan = walk(path.with_suffix(SUFFIX), verify_bodies=False, last=False, source=stub, owner=owner)
+        scan.path = path
+        return scan
 
     @staticmethod
     def _check_file(path: Path) -> None:
@@ -295,6 +310,7 @@ class DirectoryLog:
         begin = int(scan.path.stem)
         if begin > expected:
             facts.problems.append(f"records {expected} to {begin - 1} are gone")
+        moved = scan.path.suffix == COLD_SUFFIX
         steps = {record.header.sequence: record.header.key.step for record in scan.records}
         told: set[int] = set()
         for damage in scan.damage:
@@ -307,11 +323,13 @@ class DirectoryLog:
         for record in scan.records:
             if _kept(record, facts.first_sequence, trimmed):
                 _count(record, facts)
-                if verified is not None and not record.damaged:
+                if moved:
+                    facts.moved_bytes += record.header.frame_bytes
+                elif verified is not None and not record.damaged:
                     _verify(scan.path, record, facts, verified)
             expected = max(expected, record.header.sequence + 1)
         assert facts.segments is not None
-        ending = "damaged" if scan.damage else str(scan.ending)
+        ending = "damaged" if scan.damage else MOVED if moved else str(scan.ending)
         facts.segments.append(
             SegmentFacts(
                 name=scan.path.name,
@@ -354,8 +372,8 @@ def _verify(path: Path, scanned: ScannedRecord, facts: StreamFacts, verified: Ve
     verified.bytes += scanned.header.frame_bytes
 
 
-def served_facts(address: str, timeout_s: float, job: str = "", stream: str = "") -> LogFacts:
-    """Returns the facts of a running server, of one job, one stream, or all. Raises UsageError if there is no such job,
+def served_facts(address: str, timeout_s: float, job: str = "") -> LogFacts:
+    """Returns the facts of a running server, of one job, or all. Raises UsageError if there is no such job,
     or LogUnavailable."""
     status = admin.status(address, timeout_s, at_once=True)
     known = [held.job for held in status.jobs]
@@ -367,11 +385,11 @@ def served_facts(address: str, timeout_s: float, job: str = "", stream: str = ""
         limit_bytes=status.space.limit_bytes,
         alarm=status.closed_reason or status.space.reason,
         server_runs=True,
-        jobs=[_served_job(address, timeout_s, held, stream) for held in status.jobs if job in ("", held.job)],
+        jobs=[_served_job(address, timeout_s, held) for held in status.jobs if job in ("", held.job)],
     )
 
 
-def _served_job(address: str, timeout_s: float, status: log_pb2.JobStatus, only: str) -> JobFacts:
+def _served_job(address: str, timeout_s: float, status: log_pb2.JobStatus) -> JobFacts:
     inventory = admin.inventory(address, status.job, timeout_s)
     return JobFacts(
         job=status.job,
@@ -391,12 +409,11 @@ def _served_job(address: str, timeout_s: float, status: log_pb2.JobStatus, only:
                 appended_sequence=held.next_sequence,
                 records=held.records,
                 bytes=held.bytes,
-                first_step=held.first_step,
-                last_step=held.last_step,
-                unlogged=held.unlogged,
+                first_step=held.first_step if held.has_records else None,
+                last_step=held.last_step if held.has_records else None,
+                unlogged=admin.unlogged(held),
                 problems=[*([f"quarantined: {held.quarantined}"] if held.quarantined else []), *held.holes],
             )
             for held in inventory
-            if only in ("", held.stream)
         ],
     )

@@ -12,8 +12,8 @@ from datetime import datetime
 from typing import Any
 
 from swift_ft._pb import coordinator_pb2 as pb
-from swift_ft.cli_parser import Parser, argument
-from swift_ft.errors import SwiftError, UsageError
+from swift_ft.cli_parser import Parser, argument, command
+from swift_ft.errors import UsageError
 from swift_ft.log.placement import parse_server
 from swift_ft.rpc.client import CoordinatorClient
 from swift_ft.rpc.codec import as_json
@@ -45,7 +45,6 @@ their state, and the step under way is done again."""
 
 
 def add_coordinator(parser: Parser) -> None:
-    """Adds the flag that names the coordinator."""
     known = os.environ.get("SWIFT_COORDINATOR")
     parser.add_argument(
         "--coordinator",
@@ -189,20 +188,15 @@ def _logs(argv: Sequence[str]) -> int:
 _COMMANDS = {"status": _status, "events": _events, "jobs": _jobs, "logs": _logs}
 
 
-def main(argv: Sequence[str] | None = None, command: str = "status") -> int:
-    """Runs a command and returns its exit code. Errors are printed as one line."""
-    try:
-        return _COMMANDS[command](sys.argv[1:] if argv is None else argv)
-    except SwiftError as error:
-        tell(error)
-        return error.exit_code
+@command
+def main(argv: Sequence[str], which: str = "status") -> int:
+    return _COMMANDS[which](argv)
 
 
 # A job.
 
 
 def lines(status: pb.StatusReply) -> list[str]:
-    """Returns the lines of the text output."""
     view = status.view
     out = [f"job {view.job}: {state_name(view.state)}, generation {view.generation}"]
     if view.reason:
@@ -290,7 +284,6 @@ def replay_words(replay: pb.ReplayProgress) -> str:
 
 
 def event_lines(status: pb.StatusReply) -> list[str]:
-    """Returns the lines of the text output."""
     out = []
     for generation in status.history:
         first = generation.entries[0]
@@ -323,7 +316,6 @@ def clock_words(at: float) -> str:
 
 
 def job_lines(reply: pb.JobsReply) -> list[str]:
-    """Returns the lines of the text output."""
     if not reply.jobs:
         return ["no jobs"]
     head = ("job", "state", "generation", "ranks", "version", "checkpoint", "")
@@ -362,7 +354,6 @@ def kept_by(view: pb.View) -> dict[str, list[str]]:
 
 
 def log_lines(status: pb.StatusReply) -> list[str]:
-    """Returns the lines of the text output."""
     view, silent = status.view, {server.address: server.silent_s for server in status.log_servers}
     kept = kept_by(view)
     out = [f"job {view.job}: {state_name(view.state)}, generation {view.generation}"]

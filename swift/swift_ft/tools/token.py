@@ -1,20 +1,20 @@
 """`swift-ft token`: creates keys, and tokens signed with them; with --renew it keeps running and renews a token."""
 
 import signal
-import sys
 import uuid
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
 from swift_ft import tokens
-from swift_ft.cli_parser import Parser
-from swift_ft.credentials import LOOK_EVERY_S, Complaints, Renewal
-from swift_ft.errors import ServiceError, SwiftError, UsageError
+from swift_ft.cli_parser import Parser, command
+from swift_ft.credentials import Renewal
+from swift_ft.errors import UsageError
 from swift_ft.text import job_called, tell
 from swift_ft.tokens import Owner, Role, write_file
 
 HOURS_MAX = 24 * 366
+_LOOK_EVERY_S = 1.0
 
 
 def parse(argv: Sequence[str]) -> Namespace:
@@ -133,31 +133,31 @@ def _keep(renewal: Renewal, hours: float) -> None:
     again."""
     stop = {signal.SIGTERM, signal.SIGINT}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, stop)
-    complaints = Complaints()
+    problem = ""
     try:
         renewal.turn()
         tell(f"{renewal.out}: written, good for {hours:g} h; renewed at half of that")
-        while signal.sigtimedwait(stop, LOOK_EVERY_S) is None:
-            try:
-                line = f"renewed, good for {hours:g} h" if renewal.turn() else ""
-                complaints.about(None)
-            except (UsageError, OSError) as error:
-                line = complaints.about(error)
-            if line:
-                tell(f"{renewal.out}: {line}")
+        while signal.sigtimedwait(stop, _LOOK_EVERY_S) is None:
+            problem = _turn(renewal, hours, problem)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def _turn(renewal: Renewal, hours: float, problem: str) -> str:
+    """Renews the token if it is due. Returns what prevents that, which is printed unless it is the `problem` of the
+    turn before."""
     try:
-        run(parse(sys.argv[1:] if argv is None else argv))
-    except SwiftError as error:
-        tell(error)
-        return error.exit_code
-    except BrokenPipeError:
-        raise  # for `end_quietly`
-    except OSError as error:
-        tell(f"token: {error.filename}: {error.strerror}")
-        return ServiceError.exit_code
+        if renewal.turn():
+            tell(f"{renewal.out}: renewed, good for {hours:g} h")
+        return ""
+    except (UsageError, OSError) as error:
+        now = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        if now != problem:
+            tell(f"{renewal.out}: not renewed, tried again every {_LOOK_EVERY_S:g} s: {now}")
+        return now
+
+
+@command
+def main(argv: Sequence[str]) -> int:
+    run(parse(argv))
     return 0

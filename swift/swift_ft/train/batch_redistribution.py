@@ -34,12 +34,9 @@ from swift_ft.planner import Assignment
 from swift_ft.state.digests import DIGEST_BYTES, digests
 from swift_ft.state.loaders import OriginLoaders
 from swift_ft.state.transfer import local
-from swift_ft.train.boundary_log import Channel
-from swift_ft.train.config import SessionConfig
-from swift_ft.train.participants import Participant, Step
+from swift_ft.train.participants import Participant, Site, Step
 from swift_ft.train.reducer import Row, Shares, Whole, check_dense
 from swift_ft.train.step_digests import Witness
-from swift_ft.train.training_state import TrainerState
 
 # Collectives over a pipeline with missing ranks, after the reduction of gradients.
 #
@@ -53,22 +50,13 @@ from swift_ft.train.training_state import TrainerState
 class Answers:
     """Results of one rank's pipeline collectives when pipelines lack ranks. Used by the trainer's thread."""
 
-    def __init__(
-        self,
-        slot: int,
-        assignment: Callable[[], Assignment],
-        data: "ReconfigurableGroup",
-        differs: Callable[[int, str], None],
-        config: SessionConfig,
-    ) -> None:
+    def __init__(self, site: Site, assignment: Callable[[], Assignment], data: ReconfigurableGroup) -> None:
         """`assignment` returns this generation's. `data`: the ranks of this stage. If the job reroutes, microbatches do
         not follow pipelines (`swift_ft.train.rerouting`), so the first rank of each stage supplies results throughout
         the step."""
-        self._slot = slot
+        self._site = site
         self._assignment = assignment
         self._data = data
-        self._differs = differs
-        self._config, self._reroutes = config, config.reroutes
         self._named = False
         self.early = False
         """(rerouting) Set while a step runs for another origin and has not called its schedule yet."""
@@ -79,13 +67,17 @@ class Answers:
     def asked(self) -> bool:
         """Returns whether some pipelines lack ranks whose places are empty at this point of the step."""
         assignment = self._assignment()
-        return (self.reduced or self._reroutes) and bool(assignment.adopted) and assignment.stage_groups > 1
+        return (
+            (self.reduced or self._site.config.reroutes)
+            and bool(assignment.adopted)
+            and assignment.stage_groups > 1
+        )
 
     def into(self, results: Sequence[torch.Tensor], run: Callable[[], None]) -> None:
         """Writes the collective's result into `results` on the ranks of all pipelines; `run` does so on complete ones.
         Raises UsageError before the schedule of another origin's step (`early`)."""
         if self.early:
-            raise self._config.not_shared(
+            raise self._site.config.not_shared(
                 "and a train_step that communicates over its pipeline before it calls the schedule: for a lost rank "
                 "not all of its pipeline take part",
                 "do it behind the call",
@@ -94,14 +86,14 @@ class Answers:
             run()
             return
         assignment = self._assignment()
-        group = assignment.data(self._slot)
-        if self._reroutes:
+        group = assignment.data(self._site.rank)
+        if self._site.config.reroutes:
             have = {group[0]}
         else:
             whole = assignment.whole_origins()
             have = {slot for slot in group if assignment.slots[slot].dp_rank in whole}
         gives = group.index(min(have))
-        if self._slot in have:
+        if self._site.rank in have:
             run()
         # A rank that has run the collective keeps its own result, since other pipelines' results may differ.
         passed = [result.detach().clone() for result in results]
@@ -111,7 +103,7 @@ class Answers:
                 collectives.broadcast(tensor, gives)
 
         self._data.run(pass_on)
-        if self._slot not in have:
+        if self._site.rank not in have:
             for result, tensor in zip(results, passed, strict=True):
                 result.detach().copy_(tensor)
 
@@ -126,7 +118,7 @@ class Answers:
         """Reports, once, that the job is not exact from this step on."""
         if not self._named:
             self._named = True
-            self._differs(step, words)
+            self._site.member.say_differs(step, words)
 
 
 # Gradients of several batches on one rank, each accumulated as its own rank would have done.
@@ -224,29 +216,20 @@ class Adoption(Participant):
 
     def __init__(
         self,
-        config: SessionConfig,
-        slot: int,
-        channel: Channel,
-        state: TrainerState,
+        site: Site,
         assignment: Callable[[], Assignment],
         groups: Mapping[str, ReconfigurableGroup],
-        world: ReconfigurableGroup,
         witness: Witness,
-        differs: Callable[[int, str], None],
         loaders: OriginLoaders,
     ) -> None:
-        """`assignment` returns this generation's. `groups`: the trainer's groups, by name.
-        `world`: the group of all ranks, for the session's own messages."""
-        self._config = config
-        self._data, self._pipeline, self._world = groups["data"], groups["pipeline"], world
-        self._answers = self._pipeline.answers = Answers(slot, assignment, self._data, differs, config)
-        self._slot = slot
-        self._channel = channel
-        self._state = state
+        """`assignment` returns this generation's. `groups`: the trainer's groups, by name."""
+        self._site = site
+        self._data, self._pipeline = groups["data"], groups["pipeline"]
+        self._answers = self._pipeline.answers = Answers(site, assignment, self._data)
+        self._slot = site.rank
         self._loaders = loaders
         self._assignment = assignment
         self._witness = witness
-        self._differs = differs
         self._begins = False
         """Set in a new generation until the ranks have agreed whether a trial is due."""
         self._tried = False
@@ -258,20 +241,18 @@ class Adoption(Participant):
         """Gradients of each adopted origin in this step, by ascending origin."""
 
     def check(self) -> None:
-        """(after registration) Raises UsageError if the trainer's steps cannot be run for another rank."""
-        updates = self._state.updates
+        updates = self._site.state.updates
         if len(updates.optimizers) > 1:
-            raise self._config.not_shared(
+            raise self._site.config.not_shared(
                 "with several optimizers: only what comes before the first reduction is computed for a lost rank",
                 f"use one optimizer with several param_groups, or {self._for_others()}",
             )
         if any(journal.whole for journal in updates.journals):
-            raise self._config.not_shared(
+            raise self._site.config.not_shared(
                 "with an optimizer that computes gradients in its step (LBFGS)", f"use {self._for_others()}"
             )
 
     def resume(self, *, at_start: bool) -> None:
-        """Prepares for a new generation, which may have a new process. `at_start`: the job begins."""
         self._begins, self._at_start = True, at_start
 
     def shares(self) -> Shares | None:
@@ -286,7 +267,6 @@ class Adoption(Participant):
         return Shares(rows, group.index(self._slot), list(map(Whole, self._gradients)))
 
     def before_step(self, step: Step) -> None:
-        """Computes the gradients of the origins adopted in this step."""
         self._gradients = []
         self._answers.reduced = False
         if not step.replaying:
@@ -304,9 +284,8 @@ class Adoption(Participant):
             events.emit("adopted_step", rank=self._slot, step=step.number, origin=origin)
 
     def end_step(self, step: Step) -> None:
-        """Raises UsageError if the step could not have been run for another rank."""
-        if self._state.updates.stepped > 1:
-            raise self._config.not_shared(
+        if self._site.state.updates.stepped > 1:
+            raise self._site.config.not_shared(
                 "and a train_step that updates twice: only what comes before the first update is computed for a lost "
                 "rank",
                 f"make two steps of it, or use {self._for_others()}",
@@ -319,7 +298,7 @@ class Adoption(Participant):
             self._answers.trainers(step)
             return
         if self.under_way:
-            raise self._config.not_shared(
+            raise self._site.config.not_shared(
                 "and a train_step that communicates before its gradients are reduced: for a lost rank it is carried "
                 "out by one rank alone",
                 f"do it behind optimizer.step(), or use {self._for_others()}",
@@ -330,10 +309,10 @@ class Adoption(Participant):
     def scheduled(self) -> None:
         """(a schedule is called) Raises UsageError after the reduction, where no rank stands in for a lost one."""
         if self._answers.reduced and self._assignment().stage_groups > 1:
-            raise self._config.not_shared(
+            raise self._site.config.not_shared(
                 "and a schedule that is called behind the update: for a lost rank only what comes before it is "
                 "computed",
-                "" if self._config.reroutes else "evaluate at the beginning of the next step",
+                "" if self._site.config.reroutes else "evaluate at the beginning of the next step",
             )
 
     # --- ---
@@ -347,23 +326,23 @@ class Adoption(Participant):
         return self._carried_out(origin, step, self._gradients_now)
 
     def _gradients_now(self) -> Gradients:
-        parameters = chain.from_iterable(stage.submod.parameters() for stage in self._state.stages)
+        parameters = chain.from_iterable(stage.submod.parameters() for stage in self._site.state.stages)
         given = {p: p.grad.detach() for p in parameters if p.grad is not None and p.requires_grad}
         check_dense(given.values())
         return {parameter: gradient.clone() for parameter, gradient in given.items()}
 
     def _carried_out(self, origin: int, step: Step, result: Callable[[], Result]) -> Result:
         """Runs the trainer's step for this origin up to `Computed`, takes `result()` and rolls the step back."""
-        own, quiet, self._witness.quiet = self._channel.origin, self._witness.quiet, True
-        self._channel.rehearsing = self.under_way = True
+        own, quiet, self._witness.quiet = self._site.channel.origin, self._witness.quiet, True
+        self._site.channel.rehearsing = self.under_way = True
         try:
-            with self._channel.as_origin(origin):
+            with self._site.channel.as_origin(origin):
                 self._answers.early = self.reroute is not None
-                self._channel.begin_step(step.number)
-                self._state.begin_step()
+                self._site.channel.begin_step(step.number)
+                self._site.state.begin_step()
                 self._loaders.begin(origin // self._assignment().tensor)
                 if origin != own:
-                    self._state.draw_as_other(self._loaders.names)
+                    self._site.state.draw_as_other(self._loaders.names)
                 try:
                     step.train(step.number)
                 except Computed:
@@ -371,7 +350,7 @@ class Adoption(Participant):
                 given = result()
         finally:
             self._witness.quiet = quiet
-            self._channel.rehearsing = self.under_way = self._answers.early = False
+            self._site.channel.rehearsing = self.under_way = self._answers.early = False
         step.drop()
         return given
 
@@ -379,31 +358,33 @@ class Adoption(Participant):
         """(all ranks, at the start of a generation) While ranks are missing, all pipelines infer shapes together. If
         one rank lacks those of a schedule, all infer them again: it may be a new process, or a failure may have
         interrupted the call that infers them."""
-        schedules = self._state.schedules
-        self._channel.shapes.together = bool(self._assignment().vacant)
-        if not (self._channel.shapes.together and schedules):
+        schedules = self._site.state.schedules
+        self._site.channel.shapes.together = bool(self._assignment().vacant)
+        if not (self._site.channel.shapes.together and schedules):
             return
         unknown = torch.tensor(
             [not torch_private.knows_shapes(each) for each in schedules], dtype=torch.uint8
         )
-        for schedule, told in zip(schedules, zip(*self._world.gathered(unknown), strict=True), strict=True):
+        for schedule, told in zip(
+            schedules, zip(*self._site.world.gathered(unknown), strict=True), strict=True
+        ):
             if any(map(bool, told)):
                 torch_private.forget_shapes(schedule)
 
     def _try_due(self) -> bool:
         """Returns whether some rank has not taken part in a trial yet. All ranks call it."""
         untried = torch.tensor([not self._tried], dtype=torch.uint8)
-        self._world.run(lambda collectives: collectives.barrier(untried))
+        self._site.world.run(lambda collectives: collectives.barrier(untried))
         return bool(untried)
 
     def _try_out(self, step: Step) -> None:
         """Checks, before it is needed, that each rank computes the next data-parallel rank's gradients bitwise."""
         assignment = self._assignment()
-        own, cell = self._channel.origin, assignment.shards
+        own, cell = self._site.channel.origin, assignment.shards
         origins = assignment.whole_origins()[own % cell :: cell]
         if len(origins) == 1 and own in origins:
             if not self._tried:
-                self._differs(
+                self._site.member.say_differs(
                     step.number, "nobody was left to try out whether one rank can compute another's batches"
                 )
             self._tried = True
@@ -432,19 +413,19 @@ class Adoption(Participant):
 
     def _for_others(self) -> str:
         """Returns the settings to suggest for a trainer whose steps cannot be run for another rank."""
-        alone = self._assignment().stage_groups == 1 and not self._config.reroutes
+        alone = self._assignment().stage_groups == 1 and not self._site.config.reroutes
         return "lost_shard='drop'" if alone else "strategy='auto' without a lost_shard, and spares"
 
     def _refuse(self, step: int, problem: str, instead: str = "") -> None:
         """(all ranks, with equal arguments) Raises UsageError before the first step; later reports an inexact job."""
-        error = self._config.not_shared(problem, instead)
+        error = self._site.config.not_shared(problem, instead)
         if self._at_start:
             raise error
         if self._slot == self._assignment().occupied[0]:
-            self._differs(step, str(error))
+            self._site.member.say_differs(step, str(error))
 
     def _digest(self, gradients: Gradients) -> bytes:
-        parameters = [p for stage in self._state.stages for p in stage.submod.parameters()]
+        parameters = [p for stage in self._site.state.stages for p in stage.submod.parameters()]
         there = bytes(p in gradients for p in parameters)
         of_each = digests([local(gradients[p]) for p in parameters if p in gradients])
         return xxhash.xxh3_128_digest(there + b"".join(of_each))

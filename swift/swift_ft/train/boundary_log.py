@@ -428,7 +428,7 @@ RECORD_TIMEOUT_S = 120.0
 class Channel:
     """The boundaries of one rank: logs what crosses them, or answers from the log in a replay.
 
-    (session) ``open(writer)``; per step ``begin_step``; around a replay ``begin_replay``, ``end_replay``
+    (session) sets `witness`, `capture`; per step ``begin_step``; around a replay ``begin_replay``, ``end_replay``
     (stages) ``entered``, ``receive``, ``sent``, ``targeted``, ``computed``
     (session, for the trainer) ``collective``
     (engine, stages, updates) ``wait_copied`` before memory is reused
@@ -466,9 +466,12 @@ class Channel:
         self._in_microbatch = 0
         """Microbatch whose forward or backward is under way; for fault injection."""
         self.shapes = Shapes(store, self._origin, check)
-        self._check_whole = check_whole  # raises RuntimeError if a collective was broken
-        self._check = check  # raises Interrupted once a newer generation is published
-        self._opened: Capture | None = None
+        self.check_whole = check_whole
+        """Raises RuntimeError if a collective was broken."""
+        self.check = check
+        """Raises Interrupted once a newer generation is published."""
+        self.capture: Capture
+        """(a rank) set once its log is open; (a process that is no rank) logs nothing"""
         self._to_record: deque[tuple[str, RecordKey, torch.Tensor]] = deque()
         """Sent tensors whose messages are about to be launched."""
         self._reader: LogReader | None = None
@@ -486,8 +489,8 @@ class Channel:
         refuses from then on are not needed, because such a job never replays."""
         self.records_read = 0
         self.microbatches_replayed = 0
-        self._watched = False  # True once `watch` was called, even without a witness
-        self._witness: Witness | None = None
+        self.witness: Witness | None
+        """Is shown every tensor. The session sets it before any passes; None for no witness."""
         self.rehearsing = False
         """The step under way is going to be taken back, so it is not logged (`swift_ft.train.batch_redistribution`, a
         warm-up)."""
@@ -535,45 +538,17 @@ class Channel:
     def rank_at(self, pipeline_rank: int) -> int:
         return self._assignment.at(pipeline_rank, self._origin)
 
-    def watch(self, witness: Witness | None) -> None:
-        """(once, before any tensor passes) Sets the witness that is shown every tensor; None for no witness."""
-        if self._watched:
-            raise AssertionError("Channel.watch was called before")
-        self._watched, self._witness = True, witness
-
-    @property
-    def witness(self) -> Witness | None:
-        if not self._watched:
-            raise AssertionError("Channel.watch was not called: nobody would see what passes")
-        return self._witness
-
-    def open(self, writer: SidecarWriter) -> None:
-        """(once) Logs into this writer from now on."""
-        if self._opened is not None:
-            raise AssertionError("Channel.open: the log is open already")
-        self._opened = Captures(writer, self.readings.wholeness)
-
-    def keep_nothing(self) -> None:
-        """(a warm-up, once) Like `open`, without a log."""
-        self._opened = NoCapture()
-
-    @property
-    def _capture(self) -> Capture:
-        if self._opened is None:
-            raise AssertionError("Channel.open was not called: nothing would be logged")
-        return self._opened
-
     def wait_copied(self) -> None:
         """Waits until the memory of all sent tensors may be reused."""
         self.launched()
-        self._capture.wait_copied()
+        self.capture.wait_copied()
         self._reusable = None
 
     def drop_step(self) -> None:
         """Releases the step's lent tensors without checking them: the step is done again and compared then."""
         self.readings.drop()
         self._to_record.clear()
-        self._capture.drop()
+        self.capture.drop()
 
     def begin_step(self, step: int) -> None:
         self._step = self.randomness.step = step
@@ -623,8 +598,8 @@ class Channel:
     def beside(self, capture: Capture) -> "Channel":
         """Returns a second channel, for stages that this rank replays for their owner; its sends go to `capture`."""
         other = copy.copy(self)
-        other._opened = capture
-        other._witness = None  # the witness covers this rank's own stages only
+        other.capture = capture
+        other.witness = None  # the witness covers this rank's own stages only
         other._cursors = {}
         other._to_record = deque()
         other._reusable = None
@@ -685,7 +660,7 @@ class Channel:
         except RecordMissing as error:
             raise ReplayRefused(f"{stream} has no record {key} and nobody wrote it: {error}") from None
         finally:
-            self._check()  # a wait that was cancelled ends as Interrupted, whatever the cursor raised
+            self.check()  # a wait that was cancelled ends as Interrupted, whatever the cursor raised
         if not replayed_too:
             self.profile.read(record.body.nbytes, time.perf_counter() - began)
         self.records_read += 1
@@ -693,7 +668,7 @@ class Channel:
 
     def _cancelled(self) -> bool:
         try:
-            self._check()
+            self.check()
         except Interrupted:
             return True
         return False
@@ -798,21 +773,21 @@ class Channel:
     def note(self, stream: str, key: RecordKey, tensor: torch.Tensor) -> None:
         """Records a tensor for a later rehearsal of this rank's step."""
         self.readings.check_arrived()
-        self._check_whole()
+        self.check_whole()
         if not (self.rehearsing or self.unsettled):
-            self._capture.record(stream, key, tensor, now=True, keep=False)
+            self.capture.record(stream, key, tensor, now=True, keep=False)
 
     def _record(self, stream: str, key: RecordKey, tensor: torch.Tensor, now: bool) -> None:
         """Logs `tensor`, unless the step may be taken back. ``now``: it may change after the call."""
         self.readings.check_arrived()  # a record of what an abort has left would differ from the repeated step's
-        self._check_whole()
+        self.check_whole()
         if self.rehearsing or self.unsettled:
             return
         if now:
             self.profile.beside(tensor.nbytes)
         if self.groups.logs:
             try:
-                self._capture.record(stream, key, tensor, now=now, keep=self.replaying)
+                self.capture.record(stream, key, tensor, now=now, keep=self.replaying)
             except LogInterrupted:
                 if not self.finishes_cut_steps:
                     raise
@@ -873,8 +848,8 @@ class Channel:
         return RecordKey(self._step, number, ordinal)
 
     def _check_before_collective(self) -> None:
-        self._check()
-        self._check_whole()  # do not spread the result of a broken collective to other ranks
+        self.check()
+        self.check_whole()  # do not spread the result of a broken collective to other ranks
 
     def _result(self, name: str, ranks: Sequence[int], key: RecordKey) -> Any:
         """(replay) Reads the result from the log of a rank that took part. Raises ReplayRefused if none has it."""

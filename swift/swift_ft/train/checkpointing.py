@@ -5,9 +5,8 @@ beyond it. The write is retried until it succeeds or the next checkpoint is due.
 """
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from types import MappingProxyType
 
 from swift_ft import events
 from swift_ft._pb import coordinator_pb2 as pb
@@ -15,11 +14,10 @@ from swift_ft.errors import LogInterrupted, ServiceError, SwiftError, UsageError
 from swift_ft.log.record import Dropped
 from swift_ft.log.sidecar_client import SidecarWriter
 from swift_ft.state import complete_mark
-from swift_ft.state.checkpoint_store import CheckpointStore, Unsaved
+from swift_ft.state.checkpoint_store import Unsaved
 from swift_ft.train.coordinator_session import Member
-from swift_ft.train.participants import Participant, Step
+from swift_ft.train.participants import Participant, Site, Step
 from swift_ft.train.recording import Recording
-from swift_ft.train.training_state import TrainerState
 
 # Early checkpoints: the View names a version, and every rank saves it when it reaches it.
 #
@@ -119,26 +117,10 @@ class Saving(Participant):
     (trainer's thread) ``save`` → (background) the write, CheckpointDurable; ``save_first``; ``prune``;
     (lease thread) ``unsaved``"""
 
-    def __init__(
-        self,
-        rank: int,
-        member: Member,
-        state: TrainerState,
-        store: CheckpointStore,
-        recording: Recording,
-        *,
-        sync: bool = False,
-        config: Mapping[str, str] = MappingProxyType({}),
-    ):
-        """`sync`: training waits until a checkpoint is durable on this rank. `config`: what all ranks agree on."""
-        self._config = config
-        self._early = EarlyCheckpoint(member)
-        self._rank = rank
-        self._sync = sync
+    def __init__(self, site: Site, recording: Recording):
+        self._site = site
+        self._early = EarlyCheckpoint(site.member)
         self._recording = recording
-        self._member = member
-        self._state = state
-        self._store = store
         # Last seen: complete checkpoints, and the version below which all others are abandoned.
         self._seen: tuple[set[int], int] = (set(), 0)
         self._generation = 0  # of the last save
@@ -147,19 +129,18 @@ class Saving(Participant):
         self._untold: pb.CheckpointRequest | None = None
 
     def after_step(self, step: Step) -> None:
-        """Saves this version if it is due by the checkpoint interval, or as an early checkpoint."""
         self.prune()  # first: the checkpoint before the last one is marked before the next can be complete
         if self._early.due(step.version) or step.due:
             step.wait_vote()
             self.save()
 
     def save(self) -> None:
-        view = self._member.watcher.wait_for(lambda _view: True, None)
-        if self._state.version in view.checkpoints:
+        view = self._site.member.watcher.wait_for(lambda _view: True, None)
+        if self._site.state.version in view.checkpoints:
             return  # complete on all ranks: another write could only damage it
         # Not the View's generation: it may be one that this state is not part of.
-        self._generation = generation = self._member.entered
-        self._version = self._state.version
+        self._generation = generation = self._site.member.entered
+        self._version = self._site.state.version
         recorded = self._begin_recording(view, generation)
 
         news = iter([True])
@@ -171,10 +152,10 @@ class Saving(Participant):
                 self._tell_saved(version)
             request = pb.CheckpointRequest(version=version, generation=generation, recorded=recorded)
             try:
-                self._member.client.call(request, patience_s=_TELL_S)
+                self._site.member.client.call(request, patience_s=_TELL_S)
             except SwiftError as error:
                 # A version that is never reported does not count as complete; the previous one stays valid.
-                events.emit("checkpoint_untold", rank=self._rank, version=version, reason=str(error))
+                events.emit("checkpoint_untold", rank=self._site.rank, version=version, reason=str(error))
                 self._untold = request
                 return not isinstance(error, ServiceError)
             self._untold = None
@@ -182,37 +163,39 @@ class Saving(Participant):
 
         def failed(unsaved: Unsaved) -> None:
             newest = max(view.checkpoints, default=0)
-            events.emit("checkpoint_failed", rank=self._rank, version=unsaved.version, reason=unsaved.reason)
+            events.emit(
+                "checkpoint_failed", rank=self._site.rank, version=unsaved.version, reason=unsaved.reason
+            )
             with suppress(OSError, ValueError):
                 print(
-                    f"swift: rank {self._rank} cannot write the checkpoint of version {unsaved.version}: "
+                    f"swift: rank {self._site.rank} cannot write the checkpoint of version {unsaved.version}: "
                     f"{unsaved.reason}; it is tried again, and the one of version {newest} stands",
                     file=sys.stderr,
                 )
 
-        self._store.save(
-            self._state.version,
-            self._state.state_dict(),
+        self._site.store.save(
+            self._site.state.version,
+            self._site.state.state_dict(),
             durable,
             failed,
             generation,
-            sync=self._sync,
-            late=self._state.changed_by_updates(),
+            sync=self._site.config.checkpoint_mode == "sync",
+            late=self._site.state.changed_by_updates(),
         )
 
     def _begin_recording(self, view: pb.View, generation: int) -> bool:
         """Returns whether the steps from this version on are recorded for a rehearsal. In a recovery they are not,
         because they may be repeated."""
         return view.state in (pb.FORMING, pb.RUNNING) and self._recording.begins_at(
-            self._state.version, view, generation
+            self._site.state.version, view, generation
         )
 
     def _tell_saved(self, version: int) -> None:
-        saved = self._store.saved
+        saved = self._site.store.saved
         assert saved is not None, "it is durable"
         events.emit(
             "checkpoint_durable",
-            rank=self._rank,
+            rank=self._site.rank,
             version=version,
             bytes=saved.file_bytes,
             seconds=saved.seconds,
@@ -220,8 +203,7 @@ class Saving(Participant):
         )
 
     def save_last(self) -> None:
-        """Saves the version at which the run ends, unless this generation has saved it."""
-        if (self._version, self._generation) != (self._state.version, self._member.entered):
+        if (self._version, self._generation) != (self._site.state.version, self._site.member.entered):
             self.save()
 
     def save_first(self, adopted: int | None = None) -> None:
@@ -229,10 +211,10 @@ class Saving(Participant):
         it. `adopted`: its version, if the job goes on from older checkpoints of its own. Raises UsageError if it cannot
         be written, so that all ranks end with the same exit code; ServiceError if the coordinator does not answer;
         Fenced if another process holds the rank."""
-        self._store.set_aside(self._await_held, above=-1 if adopted is None else adopted)
+        self._site.store.set_aside(self._await_held, above=-1 if adopted is None else adopted)
         try:
             self.save()
-            self._store.wait()
+            self._site.store.wait()
         except ServiceError as error:
             raise UsageError(f"{error}; no job begins without its first checkpoint") from None
         self.tell_untold()
@@ -240,19 +222,18 @@ class Saving(Participant):
     def _await_held(self) -> None:
         """Waits until the coordinator confirms that this process holds its rank. Raises Fenced, or Interrupted by a
         newer generation."""
-        while not self._member.say(self._member.check_held):
-            self._member.check()
+        while not self._site.member.say(self._site.member.check_held):
+            self._site.member.check()
 
     def tell_untold(self) -> None:
         """(no write is in progress) Reports the last checkpoint if earlier attempts got no answer. Raises ServiceError
         if there is still none, or the coordinator's refusal: Fenced, UsageError."""
         if self._untold is not None:
-            self._member.client.call(self._untold)
+            self._site.member.client.call(self._untold)
             self._untold = None
 
     def unsaved(self) -> pb.UnsavedCheckpoint | None:
-        """Returns the checkpoint that could not be written yet, or None."""
-        unsaved = self._store.unsaved
+        unsaved = self._site.store.unsaved
         if unsaved is None:
             return None
         return pb.UnsavedCheckpoint(
@@ -260,21 +241,24 @@ class Saving(Participant):
         )
 
     def prune(self) -> None:
-        view = self._member.watcher.latest
+        view = self._site.member.watcher.latest
         if view is None:
             return
         seen = set(view.checkpoints), view.checkpoints_from
         if seen != self._seen:
             self._seen = seen
-            self._store.prune(*seen, marks=self._marks(view))
+            self._site.store.prune(*seen, marks=self._marks(view))
 
     def _marks(self, view: pb.View) -> dict[int, bytes]:
         """(the lowest rank) Returns the marks of the versions that are complete by now."""
-        if self._rank != min((member.rank for member in view.members), default=-1):
+        if self._site.rank != min((member.rank for member in view.members), default=-1):
             return {}
-        return {version: complete_mark.mark_of(version, view, self._config) for version in view.checkpoints}
+        return {
+            version: complete_mark.mark_of(version, view, self._site.config.agreed())
+            for version in view.checkpoints
+        }
 
     def restores(self, version: int) -> None:
         """(before all ranks restore a version) Those after it belong to a history that is given up. Raises
         ServiceError."""
-        self._store.unmark(version)
+        self._site.store.unmark(version)

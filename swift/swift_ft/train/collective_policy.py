@@ -22,7 +22,6 @@ from swift_ft.comm.backend import Backend, Collective
 from swift_ft.comm.groups import ReconfigurableGroup, finished
 from swift_ft.errors import UsageError
 from swift_ft.train.boundary_log import Channel
-from swift_ft.train.hook import Hook
 from swift_ft.train.participants import Participant
 from swift_ft.train.updates import Updates
 
@@ -32,11 +31,10 @@ _INSTEAD = "session.all_reduce, dist.all_reduce, dist.broadcast or dist.all_gath
 class Gate:
     """Check of all communication over the groups that a trainer may use.
 
-    It is created before the groups, which are created before the parts that communicate over them. So these parts are
-    bound later, once, and no communication is possible before.
+    It is created before the groups, which are created before the parts that communicate over them. So the session sets
+    these parts later, and no communication is possible before.
 
-    (session) ``bind`` → ``around`` the trainer's function, ``passing`` around communication of torch or the session
-    in it
+    (session) ``around`` the trainer's function, ``passing`` around communication of torch or the session in it
     (groups) ``collective``, ``message``, ``used``, ``messaged``, ``launched``, ``reducing``; (schedules)
     ``scheduled``; (default group) ``new_group``
     """
@@ -49,28 +47,18 @@ class Gate:
         cell is theirs alone."""
         self._together, self._cell = frozenset(cell if moves_batches else stage_group), frozenset(cell)
         self._moves_batches = moves_batches
-        self.set_up: Hook[..., Any] = Hook("Gate.set_up")
+        self.set_up: Callable[..., Any]
         """Begins a collective before `session.run`, and returns its Work."""
         self.made: list[str] = []
         """Names and ranks of the trainer's groups, of whichever ranks, in order."""
-        self._bound: tuple[Channel, Updates, Sequence[Participant]] | None = None
+        self.channel: Channel
+        self.updates: Updates
+        self.participants: Sequence[Participant]
         self._in_step = False
         self._begun = False
         self._passing = False
         self.over = False
         """Set once `session.run` has returned."""
-
-    def bind(self, channel: Channel, updates: Updates, participants: Sequence[Participant]) -> None:
-        if self._bound is not None:
-            raise AssertionError("Gate.bind was called before")
-        self._bound = channel, updates, participants
-
-    def _parts(self) -> tuple[Channel, Updates, Sequence[Participant]]:
-        if self._bound is None:
-            raise AssertionError(
-                "Gate.bind was not called: what passes a group would be neither known nor recorded"
-            )
-        return self._bound
 
     def around(self, train_step: Callable[[int], object]) -> Callable[[int], object]:
         """(session.run) Returns the trainer's function wrapped so that its communication is checked."""
@@ -144,37 +132,32 @@ class Gate:
                 f"a survivor; use {_INSTEAD}"
             )
 
-        channel, updates, _ = self._parts()
-        with updates.spoiling():
-            channel.collective_into(name, results, lambda: group.run_into(results, run), group.ranks)
+        with self.updates.spoiling():
+            self.channel.collective_into(name, results, lambda: group.run_into(results, run), group.ranks)
         return finished(results)
 
     def _replays_with(self, group: ReconfigurableGroup) -> bool:
-        """Returns whether all ranks of the group replay together with this one."""
         return self._together.issuperset(group.ranks)
 
     def used(self, group: ReconfigurableGroup) -> None:
         """Notifies the parts of a collective that torch or the trainer runs over `group`."""
-        channel, updates, participants = self._parts()
-        updates.communicates()
-        if self._in_step and not (channel.replaying or self._cell.issuperset(group.ranks)):
-            for participant in participants:
-                participant.communicated(channel.step, of_pipeline=group.is_pipeline)
+        self.updates.communicates()
+        if self._in_step and not (self.channel.replaying or self._cell.issuperset(group.ranks)):
+            for participant in self.participants:
+                participant.communicated(self.channel.step, of_pipeline=group.is_pipeline)
 
     def messaged(self) -> None:
-        self._parts()[1].communicates()
+        self.updates.communicates()
 
     def launched(self) -> None:
-        """(a message has been sent) Records it."""
-        self._parts()[0].launched()
+        self.channel.launched()
 
     def scheduled(self) -> None:
-        """(a schedule is called) Raises UsageError where that is not possible."""
-        for participant in self._parts()[2]:
+        for participant in self.participants:
             participant.scheduled()
 
     def reducing(self) -> None:
-        self._parts()[1].reducing()
+        self.updates.reducing()
 
     def message(self, group: ReconfigurableGroup, name: str) -> None:
         """Raises UsageError for a point-to-point message of the trainer's own that a replay could not repeat."""

@@ -124,15 +124,14 @@ def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
         return platform.processor() or "unknown"
     models: set[str] = set()
     for cpu in text.split("\n\n"):
-        fields = {name.strip(): value.strip() for name, _, value in map(_halves, cpu.splitlines())}
+        fields = {
+            name.strip(): value.strip()
+            for name, _, value in (line.partition(":") for line in cpu.splitlines())
+        }
         words = [fields[name] for name in (*_MODEL, *_ARM) if name in fields]
         if words:
             models.add(" ".join(words))
     return "; ".join(sorted(models)) or "unknown"
-
-
-def _halves(line: str) -> tuple[str, str, str]:
-    return line.partition(":")
 
 
 # Settings of a session, and the subset that must be equal on all ranks of a job.
@@ -168,6 +167,23 @@ _ADAPTIVE = {
     "staggered": False,
 }
 """Settings of strategy "adaptive", with their defaults."""
+_AGREED = (
+    *(
+        "seed",
+        "checkpoint_every",
+        "strategy",
+        "groups",
+        "replicas",
+        "shards",
+        "tensor_parallel",
+        "updates",
+        "undo",
+    ),
+    *("reduction", "bucket_bytes", "helpers", "last_checkpoint", "require_exact", *_ADAPTIVE),
+)
+"""Settings that must be equal on all ranks, besides those in `SessionConfig.agreed`."""
+_UNSAID: dict[str, object] = {"tensor_parallel": 1, "require_exact": False, "snapshot_every": 0}
+"""Settings that are agreed on only if they have other values than these, their defaults."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -231,8 +247,8 @@ class SessionConfig:
     """When the optimizer updates a bucket of parameters: "after_backward", or "wait_free" (as soon as it is
     reduced)."""
     undo: str = "exact"
-    """How a wait-free step is taken back: "exact" (keeps up to 3 bytes per parameter), "arithmetic" (keeps nothing, not
-    exact), "preimage" (keeps a copy of the buckets in flight)."""
+    """How a wait-free step is taken back: "exact" (keeps about a byte per element of a parameter and its
+    state), "arithmetic" (keeps nothing, not exact), "preimage" (keeps a copy of the buckets in flight)."""
     reduction: str = "auto"
     """Order in which gradients are summed: "fast" (the backend's), "ordered" (by `dp_rank`), "auto" (ordered from 3
     ranks on)."""
@@ -339,25 +355,21 @@ class SessionConfig:
                 f"tensor_parallel={self.tensor_parallel} with batches that are dropped: leave lost_shard out, or take "
                 "strategy='shrink'"
             )
-        if not self.exact_gradients and not self.allow_inexact:
-            raise UsageError(
-                "exact_gradients=False does not lead to the bits of a run that never failed: say allow_inexact=True "
-                "(--allow-inexact), or leave it out"
-            )
+        inexact = {
+            "exact_gradients=False": (not self.exact_gradients, "leave it out"),
+            f"strategy={self.strategy!r}": (self.finishes_cut_steps, "use strategy='rollback'"),
+            "lost_shard='drop'": (self.lost_shard == "drop", "use lost_shard='redistribute'"),
+        }
+        for what, (chosen, instead) in inexact.items():
+            if chosen and not self.allow_inexact:
+                raise UsageError(
+                    f"{what} does not lead to the bits of a run that never failed: say allow_inexact=True "
+                    f"(--allow-inexact), or {instead}"
+                )
         if self.snapshot_every:
             raise UsageError(
                 f"lost_shard={self.lost_shard!r} with snapshot_every={self.snapshot_every}: a rank that is not there "
                 "keeps no snapshot; leave one out"
-            )
-        if self.finishes_cut_steps and not self.allow_inexact:
-            raise UsageError(
-                f"strategy={self.strategy!r} does not lead to the bits of a run that never failed: say "
-                "allow_inexact=True (--allow-inexact), or use strategy='rollback'"
-            )
-        if self.lost_shard == "drop" and not self.allow_inexact:
-            raise UsageError(
-                "lost_shard='drop' does not lead to the bits of a run that never failed: say allow_inexact=True "
-                "(--allow-inexact), or use lost_shard='redistribute'"
             )
         if self.redistributes and self.updates == "wait_free":
             raise UsageError(
@@ -415,30 +427,17 @@ class SessionConfig:
             way, usual = f"strategy={self.strategy!r}", "use strategy='shrink'"
         return UsageError(f"{way} {problem}; {instead or usual}")
 
-    def _of_lost(self) -> str:
-        return "drop" if self.drops else "reroute" if self.reroutes else "redistribute"
-
     def agreed(self) -> dict[str, str]:
-        """Returns the settings that must be equal on all ranks, as text. The coordinator compares them at each join."""
-        return {
-            "seed": str(self.seed),
-            "checkpoint_every": str(self.checkpoint_every),
-            "strategy": self.strategy,
-            "groups": self.groups,
-            "replicas": str(self.replicas),
-            "shards": str(self.shards),
-            **({"tensor_parallel": str(self.tensor_parallel)} if self.tensor_parallel > 1 else {}),
-            "updates": self.updates,
-            "undo": self.undo,
-            "reduction": self.reduction,
-            "bucket_bytes": str(self.bucket_bytes),
-            "helpers": str(self.helpers),
-            "last_checkpoint": str(self.last_checkpoint),
-            **({"require_exact": "True"} if self.require_exact else {}),
-            **({"snapshot_every": str(self.steps_to_snapshot)} if self.steps_to_snapshot else {}),
-            **({name: str(getattr(self, name)) for name in _ADAPTIVE} if self.reroutes else {}),
-            **({"lost_shard": self._of_lost()} if self.shrinks else {}),
-        }
+        """Returns the settings that must be equal on all ranks, as text. The coordinator compares them at each join.
+
+        Some are left out at their defaults: jobs and checkpoints of earlier versions have none of these.
+        """
+        values = {name: getattr(self, name) for name in _AGREED} | {"snapshot_every": self.steps_to_snapshot}
+        unsaid = _UNSAID if self.reroutes else _UNSAID | _ADAPTIVE
+        agreed = {name: str(value) for name, value in values.items() if value != unsaid.get(name)}
+        if self.shrinks:
+            agreed["lost_shard"] = "drop" if self.drops else "reroute" if self.reroutes else "redistribute"
+        return agreed
 
 
 ENV_CHECKPOINT_DIR = "SWIFT_CHECKPOINT_DIR"
@@ -462,16 +461,7 @@ def _command() -> str:
     ranks, machines = os.environ.get("LOCAL_WORLD_SIZE", "N"), os.environ.get("GROUP_WORLD_SIZE", "1")
     flags = ["--standalone"]
     if machines != "1":
-        flags = [
-            "--coordinator",
-            "HOST:PORT",
-            "--job",
-            "NAME",
-            "--checkpoint-dir",
-            "DIR",
-            "--nnodes",
-            machines,
-        ]
+        flags = f"--coordinator HOST:PORT --job NAME --checkpoint-dir DIR --nnodes {machines}".split()
     main = getattr(sys.modules.get("__main__"), "__spec__", None)
     script = [sys.argv[0]] if main is None else ["-m", main.name]
     return shlex.join(["swift-ft", "run", *flags, "--nproc-per-node", ranks, *script, *sys.argv[1:]])

@@ -17,9 +17,7 @@ from swift_ft import events
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.comm.process_groups import Interrupted
 from swift_ft.errors import Fenced, JobFailed, ServiceError, SwiftError, UnknownJob, UsageError
-from swift_ft.planner import RankMeasured
 from swift_ft.rpc.client import CoordinatorClient, Unanswered
-from swift_ft.rpc.codec import to_message
 from swift_ft.state import complete_mark
 from swift_ft.state.checkpoint_place import Place
 
@@ -35,7 +33,7 @@ ENV_FROM_CHECKPOINTS = "SWIFT_FROM_CHECKPOINTS"
 _MEASURED_EVERY_S = 2.0
 _FREEING_S = 5.0
 RESAY_S = 0.5
-"""Seconds after which a report to the coordinator is repeated; the heartbeat interval if that is longer."""
+"""Seconds after which a report to the coordinator is repeated; half the heartbeat interval if that is longer."""
 
 
 class Holder:
@@ -45,7 +43,7 @@ class Holder:
     def interrupt(self, generation: int) -> None:
         """Interrupts the trainer's thread in any wait, because a newer generation is published."""
 
-    def measured(self) -> RankMeasured | None:
+    def measured(self) -> pb.RankMeasured | None:
         """Returns this rank's step measurements, or None if there are none yet."""
         return None
 
@@ -85,6 +83,8 @@ class Member:
         self._resay_s = RESAY_S
         self.lease: dict[str, Any] = {}
         """Parameters with which the sidecar renews the lease while this process cannot run; set by `join`."""
+        self.on_renewed: Callable[[float], None] = lambda at_s: None
+        """(lease thread) Called once this process has renewed its lease itself, with the monotonic time."""
         self._closed = threading.Event()
         self._heart: threading.Thread | None = None
         self._freeing: threading.Thread | None = None
@@ -128,7 +128,7 @@ class Member:
         self._config = dict(config)
         self._entered = self._noticed = generation
         interval_s: float = self.client.call(pb.HeartbeatRequest()).interval_s
-        self._resay_s = max(RESAY_S, interval_s)
+        self._resay_s = max(RESAY_S, interval_s / 2)
         self.lease = {
             "coordinator": self.client.address,
             "rank": self.identity.rank,
@@ -194,8 +194,9 @@ class Member:
         while not self._closed.wait(pause_s):
             pause_s = self.client.renewed_at + interval_s - time.monotonic()
             if pause_s > 0:  # a Report or a Ready has renewed the lease
+                self.on_renewed(self.client.renewed_at)
                 continue
-            pause_s = interval_s
+            pause_s, began = interval_s, time.monotonic()
             try:
                 replay = self.replay
                 beat = pb.HeartbeatRequest(
@@ -204,6 +205,7 @@ class Member:
                     unsaved=self._holder.unsaved(),
                 )
                 self.client.call(beat)
+                self.on_renewed(began)
                 self._say_wanted()
                 self._say_hangs()
                 if time.monotonic() - self._measured_at >= _MEASURED_EVERY_S:
@@ -259,7 +261,7 @@ class Member:
         try:
             measured = self._holder.measured()
             if measured is not None:
-                self.client.call(pb.MeasureRequest(measured=to_message(measured)))
+                self.client.call(pb.MeasureRequest(measured=measured))
         except Fenced:
             raise
         except (SwiftError, ValueError) as error:

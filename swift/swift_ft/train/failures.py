@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from swift_ft import events
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.comm.backend import Misspeculated, advice_on, let_go, words_of
-from swift_ft.comm.process_groups import Interrupted, ProcessGroups
+from swift_ft.comm.process_groups import Interrupted
 from swift_ft.device import cause_on_device
 from swift_ft.errors import (
     LogError,
@@ -28,7 +28,8 @@ from swift_ft.errors import (
     is_difference,
 )
 from swift_ft.text import tell
-from swift_ft.train.coordinator_session import RESAY_S, Member
+from swift_ft.train.coordinator_session import RESAY_S
+from swift_ft.train.participants import Site
 
 # A trainer's own exception in a step ends the job, unless the operator allows the step to be repeated.
 #
@@ -83,21 +84,9 @@ _FAIL_S = 5.0
 
 
 class Failures:
-    def __init__(
-        self,
-        rank: int,
-        member: Member,
-        communicator: ProcessGroups,
-        retries: Retries,
-        suspicion_timeout_s: float,
-    ) -> None:
-        """`suspicion_timeout_s`: seconds after which an error without a newer generation ends the job, if the
-        coordinator answers."""
-        self._rank = rank
-        self._member = member
-        self._communicator = communicator
+    def __init__(self, site: Site, retries: Retries) -> None:
+        self._site = site
         self._retries = retries
-        self._suspicion_timeout_s = suspicion_timeout_s
 
     def handle(self, error: Exception, generation: int) -> None:
         """Returns if the error is a failure's consequence (a newer generation is published); otherwise raises it.
@@ -106,15 +95,15 @@ class Failures:
         """
         self._leave_if_device_is_lost(error)
         let_go(error)
-        if self._member.noticed:
+        if self._site.member.noticed:
             self.await_notice(error)
         elif isinstance(error, ReplayRefused | LogError):
             refuse = pb.RefuseRequest(generation=generation, reason=str(error), differs=is_difference(error))
-            self._await_notice(error, lambda: self._member.client.call(refuse))
+            self._await_notice(error, lambda: self._site.member.client.call(refuse))
         elif (
-            self._communicator.lost_peer(error)
+            self._site.communicator.lost_peer(error)
             or isinstance(error, LogUnavailable)
-            or self._communicator.broken is not None  # the trainer's error may be a consequence
+            or self._site.communicator.broken is not None  # the trainer's error may be a consequence
         ):
             # The coordinator decides: it learns of a death from a launcher or from the lease. If there was none, all
             # ranks continue together in a new generation.
@@ -137,7 +126,7 @@ class Failures:
 
         def suspect() -> None:
             request = pb.SuspectRequest(generation=suspected_in, reason=words, again=bool(again))
-            self._member.client.call(request)
+            self._site.member.client.call(request)
 
         self._await_notice(
             error,
@@ -147,23 +136,24 @@ class Failures:
     def _leave_if_device_is_lost(self, error: Exception) -> None:
         """Ends this process if a device's error has caused this one: no later call on that device works, so this rank
         has nothing to offer in a recovery. At once: the launcher then checks the place and replaces the rank."""
-        broken = self._communicator.broken
+        broken = self._site.communicator.broken
         if cause_on_device(error) is None and (broken is None or cause_on_device(broken) is None):
             return
         reason = words_of(error)
-        events.emit("device_lost", rank=self._rank, reason=reason)
+        events.emit("device_lost", rank=self._site.rank, reason=reason)
         with suppress(OSError, ValueError):
             sys.stdout.flush()
             tell(
-                f"rank {self._rank} has lost its device, and ends so that another process takes its place: {reason}"
+                f"rank {self._site.rank} has lost its device, and ends so that another process takes its place: "
+                f"{reason}"
             )
         os._exit(ServiceError.exit_code)
 
     def _await_notice(self, error: Exception, statement: Callable[[], None] | None) -> None:
         """Waits for a newer generation. `statement` is the report to the coordinator, repeated meanwhile."""
-        deadline = time.monotonic() + self._suspicion_timeout_s
+        deadline = time.monotonic() + self._site.config.suspicion_timeout_s
         said_at = -math.inf
-        while not self._member.noticed:
+        while not self._site.member.noticed:
             if time.monotonic() > deadline:
                 self._fail(error)
             if statement is not None and time.monotonic() - said_at > RESAY_S:
@@ -171,7 +161,7 @@ class Failures:
                 said_at = time.monotonic()
             time.sleep(_NOTICE_POLL_S)
         try:
-            self._member.check()
+            self._site.member.check()
         except Interrupted:
             return
 
@@ -179,19 +169,19 @@ class Failures:
         """Makes the report and returns the new deadline for a newer generation. Time in which the coordinator does not
         answer does not count, since it cannot publish one then."""
         began = time.monotonic()
-        if not self._member.say(statement):
+        if not self._site.member.say(statement):
             return math.inf
         now = time.monotonic()
-        return min(deadline + now - began, now + self._suspicion_timeout_s)
+        return min(deadline + now - began, now + self._site.config.suspicion_timeout_s)
 
     def _fail(self, error: Exception) -> None:
         """Ends the job and raises the error. A UsageError is not reported: the launcher takes it from the exit code."""
         if not isinstance(error, UsageError):
             try:
                 reason = words_of(error)[:400] + advice_on(error)
-                self._member.client.call(pb.FailRequest(reason=reason), patience_s=_FAIL_S)
+                self._site.member.client.call(pb.FailRequest(reason=reason), patience_s=_FAIL_S)
             except (
                 SwiftError
             ) as untold:  # the launcher reports this exit; the author must see the error itself
-                events.emit("failure_untold", rank=self._rank, reason=str(untold))
+                events.emit("failure_untold", rank=self._site.rank, reason=str(untold))
         raise error

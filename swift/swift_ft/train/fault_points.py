@@ -147,15 +147,13 @@ class FaultInjector:
             if not meant or fault.microbatch != microbatch or fault.id in self._waited_for:
                 continue
             self._waited_for.add(fault.id)
-            while not (self._directory / f"{fault.id}.fired").exists() and time.monotonic() < deadline:
-                time.sleep(0.005)
+            self._appears(f"{fault.id}.fired", deadline)
 
     def _wait_beside(self, fault: Fault) -> None:
         """Waits until the ranks of ``beside`` have got as far. Bounded, since one may wait for this rank's message."""
         deadline = time.monotonic() + _BESIDE_TIMEOUT_S
         for rank in fault.beside:
-            while not (self._directory / f"{fault.id}.rank{rank}").exists() and time.monotonic() < deadline:
-                time.sleep(0.005)
+            self._appears(f"{fault.id}.rank{rank}", deadline)
 
     def _is_first(self, fault: Fault) -> bool:
         """Marks the fault as fired. Returns False if it has fired in this job before."""
@@ -198,8 +196,13 @@ class FaultInjector:
 
     def _wait_for_word(self, fault: Fault) -> None:
         (self._directory / f"{fault.id}.reached").touch(0o600)
-        deadline = time.monotonic() + _HOLD_TIMEOUT_S
-        while not (self._directory / f"{fault.id}.go").exists():
+        if not self._appears(f"{fault.id}.go", time.monotonic() + _HOLD_TIMEOUT_S):
+            raise ServiceError(f"fault {fault.id}: nobody made {fault.id}.go")
+
+    def _appears(self, name: str, deadline: float) -> bool:
+        """Waits for a file. Returns False if it is not there by the deadline."""
+        while not (self._directory / name).exists():
             if time.monotonic() > deadline:
-                raise ServiceError(f"fault {fault.id}: nobody made {fault.id}.go")
+                return False
             time.sleep(0.005)
+        return True

@@ -11,13 +11,14 @@ import threading
 from collections.abc import Callable
 
 from swift_ft._pb import coordinator_pb2 as pb
-from swift_ft.comm.process_groups import Interrupted, ProcessGroups
+from swift_ft.comm.process_groups import Interrupted
 from swift_ft.errors import LogInterrupted
 from swift_ft.planner import Assignment
 from swift_ft.rpc.codec import PublishedPlan, of_view
-from swift_ft.train.coordinator_session import Member, is_filled
+from swift_ft.train.coordinator_session import is_filled
 from swift_ft.train.failures import Failures
 from swift_ft.train.log_session import OwnLog
+from swift_ft.train.participants import Site
 
 _ANY = -1
 """Key, in place of an origin, of the route of the stages' representatives; minus their shard."""
@@ -25,31 +26,16 @@ _ANY = -1
 
 class Membership:
     def __init__(
-        self,
-        rank: int,
-        assignment: Assignment,
-        member: Member,
-        communicator: ProcessGroups,
-        log: OwnLog,
-        failures: Failures,
-        report: Callable[[pb.View], None],
-        *,
-        redistributes: bool,
-        reroutes: bool,
+        self, site: Site, log: OwnLog, failures: Failures, report: Callable[[pb.View], None]
     ) -> None:
-        """`assignment` of the full world. `report(view)` sends this rank's recovery offer to the planner.
-        `redistributes`: other ranks compute the batches of vacant slots; `reroutes`: microbatch by microbatch."""
-        self._rank = rank
-        self._member = member
-        self._communicator = communicator
+        """`report(view)` sends this rank's recovery offer to the planner."""
+        self._site = site
         self._log = log
         self._failures = failures
         self._report = report
-        self._redistributes = redistributes
-        self._reroutes = reroutes
-        self.assignment = assignment
+        self.assignment = site.assignment
         """Assignment of the generation whose groups are built; before the first, that of the full world."""
-        self.slot = assignment.slots[rank]
+        self.slot = site.assignment.slots[site.rank]
         """Slot that this process holds, the same in every generation."""
         self._view: pb.View | None = None
         self.plan: PublishedPlan | None = None
@@ -73,21 +59,18 @@ class Membership:
 
     @property
     def finished(self) -> bool:
-        """Returns whether the job has finished without this process."""
         return self._view is not None and self._view.state == pb.FINISHED
 
     @property
     def has_run(self) -> bool:
-        """Returns whether the job has begun, so that there is a state to load."""
         return self.view.state != pb.FORMING
 
     def members(self) -> set[int]:
-        """Returns the ids of the processes in this generation."""
         return {member.id for member in self.view.members}
 
     def join_newest(self) -> None:
         """Forms the newest generation, unless this rank is in it."""
-        if self._member.noticed:
+        if self._site.member.noticed:
             self.form()
 
     def form(self) -> None:
@@ -96,25 +79,27 @@ class Membership:
         If the job has finished, it has no peers: the View's state is FINISHED then.
         """
         while True:
-            view = self._member.watcher.wait_for(lambda _view: True, None)
+            view = self._site.member.watcher.wait_for(lambda _view: True, None)
             with self._entering:
-                self._member.enter(view.generation)
+                self._site.member.enter(view.generation)
             try:
-                self._member.check()
-                if self._rank in view.vacant and view.state != pb.FINISHED:
-                    self._member.await_change(view)  # its cell lacks a rank: others go on, and it is a spare
+                self._site.member.check()
+                if self._site.rank in view.vacant and view.state != pb.FINISHED:
+                    # Its cell lacks a rank: others go on, and it is a spare.
+                    self._site.member.await_change(view)
                 elif view.state == pb.PLANNING:
                     self._report(view)
-                    self._member.await_change(view)
+                    self._site.communicator.disconnect()  # while others report: it takes a while
+                    self._site.member.await_change(view)
                 elif view.state == pb.FINISHED:
                     self._view = view
-                    self._communicator.stand_alone()
+                    self._site.communicator.stand_alone()
                     return  # this process replaces one that was lost after the end
                 elif view.state in (pb.FORMING, pb.RECOVERING) and is_filled(view):
                     self._build(view)
                     return
                 else:
-                    self._member.await_change(view)
+                    self._site.member.await_change(view)
             except (Interrupted, LogInterrupted):
                 continue  # a newer generation came meanwhile
             except RuntimeError as error:  # a peer was lost while the groups were being built
@@ -123,9 +108,9 @@ class Membership:
     def _build(self, view: pb.View) -> None:
         self._log.open(view)
         assignment = self.assignment.held_by({member.rank: member.id for member in view.members})
-        if self._redistributes:
-            assignment = assignment.rerouted() if self._reroutes else assignment.redistributed()
-        self._communicator.build(view.generation, assignment.occupied, self._routes(assignment))
+        if self._site.config.redistributes:
+            assignment = assignment.rerouted() if self._site.config.reroutes else assignment.redistributed()
+        self._site.communicator.build(view.generation, assignment.occupied, self._routes(assignment))
         self._view, self.plan, self.assignment = view, of_view(view), assignment
 
     def _routes(self, assignment: Assignment) -> dict[int, tuple[int, ...]]:
@@ -134,19 +119,19 @@ class Membership:
         With rerouting, the stages' representatives form one route, and each other rank has a route of its own."""
         if assignment.stage_groups == 1 or not assignment.adopted:
             return {}
-        if self._reroutes:
+        if self._site.config.reroutes:
             first = assignment.representatives(self.slot.shard)
             # A rank that is no representative runs no pipeline collective itself
             # (`swift_ft.train.batch_redistribution`).
-            represents = self._rank in first
-            key = _ANY - (self.slot.shard if represents else assignment.shards + self._rank)
-            return {key: first if represents else (self._rank,)}
-        origins = (self.slot.dp_rank, *assignment.adopted_by(self._rank))
+            represents = self._site.rank in first
+            key = _ANY - (self.slot.shard if represents else assignment.shards + self._site.rank)
+            return {key: first if represents else (self._site.rank,)}
+        origins = (self.slot.dp_rank, *assignment.adopted_by(self._site.rank))
         return {origin: assignment.pipeline(origin) for origin in origins}
 
     def interrupt(self, generation: int) -> None:
         """(notice thread) Interrupts the trainer's thread in any wait."""
         with self._entering:  # an interrupt that is already handled must not stop the new generation
-            if self._member.noticed:
+            if self._site.member.noticed:
                 self._log.interrupt()
-        self._communicator.interrupt(generation, lambda: not self._member.noticed)
+        self._site.communicator.interrupt(generation, lambda: not self._site.member.noticed)

@@ -23,12 +23,10 @@ from swift_ft.state.tree import dtype_of
 
 
 def together(stages: Sequence[Any]) -> torch.nn.Module:
-    """Returns one module of all modules of a rank's stages, with names that begin with the stage's."""
     return torch.nn.ModuleDict({f"stage{stage.stage_index}": stage.submod for stage in stages})
 
 
 def tied(modules: Sequence[torch.nn.Module]) -> bool:
-    """Returns whether two of the modules share a parameter."""
     each = [id(parameter) for module in modules for parameter in module.parameters()]
     return len(set(each)) < len(each)
 

@@ -11,9 +11,9 @@ from swift_ft import events
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.errors import LogError, ReplayRefused, ServiceError, SwiftError
 from swift_ft.log.sidecar_client import SidecarWriter, WriterStats
-from swift_ft.train.boundary_log import Channel
-from swift_ft.train.config import SessionConfig
-from swift_ft.train.coordinator_session import Member, own_servers
+from swift_ft.train.boundary_log import Captures
+from swift_ft.train.coordinator_session import own_servers
+from swift_ft.train.participants import Site
 
 FLUSH_TIMEOUT_S = 60.0
 
@@ -27,11 +27,10 @@ def log_totals(writer: SidecarWriter) -> dict[str, int]:
 class OwnLog:
     """Log of one rank. Used by the trainer's thread, except `interrupt`, `stats` and `queued_bytes`."""
 
-    def __init__(self, rank: int, config: SessionConfig, member: Member, channel: Channel) -> None:
-        self._rank = rank
-        self._config = config
-        self._member = member
-        self._channel = channel
+    def __init__(self, site: Site) -> None:
+        # Not the site: the groups hold the log, and must not keep the engine alive.
+        self._rank, self._config = site.rank, site.config
+        self._member, self._channel = site.member, site.channel
         self._writer: SidecarWriter | None = None
         self._servers: dict[str, int] = {}  # address -> number
         self._refusal: SwiftError | None = None
@@ -78,7 +77,8 @@ class OwnLog:
                 name=f"rank{self._rank}",
                 lease=self._member.lease,
             )
-            self._channel.open(self._writer)
+            self._member.on_renewed = self._writer.renewed
+            self._channel.capture = Captures(self._writer, self._channel.readings.wholeness)
         elif view.state == pb.FORMING:
             # A rank was lost before the first step: the log is still empty.
             emptied = self._place(view)

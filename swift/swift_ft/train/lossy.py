@@ -26,7 +26,6 @@ from swift_ft import events
 from swift_ft.errors import Fenced, JobFailed, UsageError
 from swift_ft.planner import Assignment
 from swift_ft.state.journal import Journal
-from swift_ft.train.hook import Hook
 from swift_ft.train.reducer import Reducer, UpdateBucket
 
 # Agreement on the averaged buckets of an interrupted step, and on the ranks that send them to others.
@@ -49,8 +48,6 @@ class Given:
     """Generation over whose ranks the bucket was averaged."""
     source: int
     """Place of the rank that sends the average."""
-    to: frozenset[int]
-    """Places of the ranks that lack it."""
 
 
 def given(held: Sequence[Sequence[int]]) -> list[Given]:
@@ -66,10 +63,8 @@ def given(held: Sequence[Sequence[int]]) -> list[Given]:
         if len(set(of_places) - {0}) > 1:
             raise ValueError(f"bucket {bucket} was averaged in generations {sorted(set(of_places) - {0})}")
         having = [place for place, generation in enumerate(of_places) if generation]
-        lacking = frozenset(place for place, generation in enumerate(of_places) if not generation)
-        if having and lacking:
-            source = having[0]
-            gifts.append(Given(bucket=bucket, generation=of_places[source], source=source, to=lacking))
+        if having and len(having) < len(of_places):
+            gifts.append(Given(bucket=bucket, generation=of_places[having[0]], source=having[0]))
     return gifts
 
 
@@ -85,7 +80,6 @@ class World(NamedTuple):
 
     @classmethod
     def of(cls, generation: int, assignment: Assignment, slot: int) -> Self:
-        """Returns the world of the rank in this slot."""
         group, slots = assignment.group(slot), assignment.slots
         divisor = assignment.contributions(slots[slot].stage_group)
         return cls(generation, tuple(slots[each].dp_rank for each in group), divisor, group.index(slot))
@@ -100,11 +94,11 @@ class CutStep:
         self._rank = rank
         self._reducer = reducer
         self._world = world
-        self.held_over: Hook[[Exception], bool] = Hook("CutStep.held_over")
+        self.held_over: Callable[[Exception], bool]
         """(engine) Recovers from the error of a failure until a newer generation's groups are built. Returns True if
         the ranks are to finish the step together, False if all remaining ranks have all averages. Raises if the plan
         drops the step."""
-        self.given_up: Hook[[], None] = Hook("CutStep.given_up")
+        self.given_up: Callable[[], None]
         """(updates) Called after the agreement: no reduction is in progress any more."""
         self._worlds: dict[int, World] = {}
         """Worlds in which this step's buckets were reduced, by generation."""

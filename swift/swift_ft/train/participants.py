@@ -14,8 +14,22 @@ setting asks for it. What every step has (the boundary log, the trainer's state,
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
+from swift_ft.comm.groups import ReconfigurableGroup
+from swift_ft.comm.process_groups import ProcessGroups
+from swift_ft.planner import Assignment
+from swift_ft.state.checkpoint_store import CheckpointStore
+from swift_ft.train.boundary_log import Channel
+from swift_ft.train.config import SessionConfig
+from swift_ft.train.coordinator_session import Member
+from swift_ft.train.fault_points import FaultInjector
+from swift_ft.train.training_state import TrainerState
 from swift_ft.train.updates import Standing
+
+if TYPE_CHECKING:
+    from swift_ft.train.snapshots import Snapshots
+    from swift_ft.train.staggering import Staggering
 
 TrainStep = Callable[[int], object]
 
@@ -41,6 +55,42 @@ class Step:
     def version(self) -> int:
         """The version after the step."""
         return self.number + 1
+
+
+class Copied(NamedTuple):
+    """Source of a process's state that was copied from replicas."""
+
+    version: int
+    witnesses: tuple[int, ...]
+    """Ranks that hold the same state and have logged all of their steps."""
+
+
+@dataclass(kw_only=True)
+class Site:
+    """What every rank consists of. Its other parts and its strategies work on it."""
+
+    rank: int
+    config: SessionConfig
+    assignment: Assignment
+    """The full world's."""
+    member: Member
+    communicator: ProcessGroups
+    world: ReconfigurableGroup
+    """All ranks, for the session itself."""
+    channel: Channel
+    state: TrainerState
+    store: CheckpointStore
+    faults: FaultInjector
+    snapshots: "Snapshots | None" = None
+    """(only if the settings ask for it)"""
+    staggering: "Staggering | None" = None
+    """(only if the settings ask for it)"""
+    generation: int = 0
+    """Generation of the plan that is carried out."""
+    copied: Copied | None = None
+    """Source of this process's state if it was copied, until the log's gaps are declared."""
+    flushed: bool = True
+    """Set if all records of this process were in the log when it reported."""
 
 
 class Participant:

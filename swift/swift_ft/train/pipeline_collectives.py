@@ -14,25 +14,14 @@ from swift_ft.errors import UsageError
 from swift_ft.state import fsdp
 from swift_ft.state.tensors import laid_like, summed
 from swift_ft.train import updates as wait_free
-from swift_ft.train.boundary_log import Channel
-from swift_ft.train.staggering import Staggering, norm_of
-from swift_ft.train.updates import Updates
+from swift_ft.train.participants import Site
+from swift_ft.train.staggering import norm_of
 
 
 class Crossing:
-    def __init__(
-        self,
-        channel: Channel,
-        updates: Updates,
-        groups: Mapping[str, ReconfigurableGroup],
-        staggering: Staggering | None,
-        registered: Mapping[str, Any],
-    ):
-        """`registered`: the trainer's objects that a recovery restores, by name."""
-        self._registered = registered
-        self._staggering = staggering
-        self._channel = channel
-        self._updates = updates
+    def __init__(self, site: Site, groups: Mapping[str, ReconfigurableGroup]):
+        self._site = site
+        self._channel, self._updates = site.channel, site.state.updates
         self._groups = groups
 
     def all_reduce(self, tensor: torch.Tensor, name: str, ranks: Sequence[int] | None) -> torch.Tensor:
@@ -61,7 +50,7 @@ class Crossing:
     def unscale_(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
         if self._updates.wait_free:
             raise wait_free.no_scaler()
-        if not any(scaler is value for value in self._registered.values()):
+        if not any(scaler is value for value in self._site.state.objects.values()):
             raise UsageError(
                 "unscale_ with a gradient scaler that the session does not know: a recovery could not put its scale "
                 "back; call session.register(scaler=scaler) before session.run"
@@ -83,9 +72,9 @@ class Crossing:
 
         with self._updates.spoiling():
             if (
-                self._staggering is not None and self._updates.ahead
+                self._site.staggering is not None and self._updates.ahead
             ):  # assumes that no other stage has found any
-                self._staggering.found_infinite(own)
+                self._site.staggering.found_infinite(own)
                 return
             total, some, others = self._channel.collective("unscale_", anywhere, own.device).unbind()
         if some and others:
@@ -93,8 +82,8 @@ class Crossing:
                 "unscale_ with a gradient scaler that some ranks have enabled and others not; make it alike on all "
                 "ranks, also on those that compute no loss"
             )
-        if self._staggering is not None:
-            self._staggering.told_infinite(total)
+        if self._site.staggering is not None:
+            self._site.staggering.told_infinite(total)
         for each in found:
             each.copy_(total)
 
@@ -132,12 +121,12 @@ class Crossing:
                 part = torch.maximum(part, of_shards) if infinite else part + of_shards
             return norm_of(self._groups["pipeline"].gathered(part), norm_type)
 
-        if self._staggering is not None and self._updates.ahead:  # assumes that the norm does not clip
+        if self._site.staggering is not None and self._updates.ahead:  # assumes that the norm does not clip
             with self._updates.spoiling():
-                return self._staggering.norm(own_part(), norm_type, max_norm)
+                return self._site.staggering.norm(own_part(), norm_type, max_norm)
         with self._updates.spoiling():
             norm = self._channel.collective("clip_grad_norm_", total, device)
-        if self._staggering is not None:
-            self._staggering.clipped(norm, max_norm)
+        if self._site.staggering is not None:
+            self._site.staggering.clipped(norm, max_norm)
         torch.nn.utils.clip_grads_with_norm_(own, max_norm, norm)
         return norm

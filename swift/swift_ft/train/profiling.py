@@ -9,14 +9,14 @@ for the recovery planner. Seconds are wall-clock time without waits for a neighb
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median, median_low
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
-from swift_ft.device import accelerator_in_use
-from swift_ft.planner.types import RankMeasured, Sent, StageMeasured
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.device import Accelerator, accelerator_in_use
 from swift_ft.state.checkpoint_store import Saved
 
 STEPS_KEPT = 16
@@ -25,34 +25,12 @@ WARM_STEPS = 2
 FORWARD, BACKWARD, WEIGHTS = "F", "B", "W"
 
 
-class _Clock(Protocol):
-    """`swift_ft.device.Accelerator` is one."""
-
-    def moment(self) -> Any:
-        """Returns the moment of what is done next."""
-
-    def passed(self, moment: Any) -> bool:
-        """Returns whether `seconds` may be asked up to this moment. Does not wait."""
-
-    def wait(self, moment: Any) -> None: ...
-
-    def seconds(self, first: Any, last: Any) -> float: ...
+def _moment(device: Accelerator | None) -> Any:
+    return time.perf_counter() if device is None else device.moment()
 
 
-class _Host:
-    def moment(self) -> float:
-        return time.perf_counter()
-
-    def passed(self, moment: float) -> bool:
-        return True
-
-    def wait(self, moment: float) -> None: ...
-
-    def seconds(self, first: float, last: float) -> float:
-        return last - first
-
-
-_HOST = _Host()
+def _seconds(device: Accelerator | None, spans: Iterable[tuple[Any, Any]]) -> float:
+    return sum(last - first if device is None else device.seconds(first, last) for first, last in spans)
 
 
 class _Stopwatch:
@@ -66,7 +44,7 @@ class _Stopwatch:
 
     def __enter__(self) -> None:
         self._busy = time.thread_time()
-        self._began = self._profile.clock.moment()
+        self._began = _moment(self._profile.device)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -83,12 +61,15 @@ class _Ended:
     step: int
     step_s: float
     busy_s: float
-    clock: _Clock
+    device: Accelerator | None
     spans: dict[tuple[int, str], list[tuple[Any, Any]]]
     settled: Any
     end: Any
     sent: Counter[tuple[int, int]]
     other_bytes: int
+
+    def has_passed(self) -> bool:
+        return self.device is None or self.device.passed(self.end)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,7 +97,8 @@ class StepProfile:
         self._other = 0
         self._read = [0.0, 0.0]
         self._began = 0.0
-        self.clock: _Clock = _HOST
+        self.device: Accelerator | None = None
+        """The device whose events are the clock; None: the host's."""
         self.settled_at: Any = 0.0
         self._busy = self.computed_busy_s = 0.0
         self._lock = threading.Lock()
@@ -133,7 +115,7 @@ class StepProfile:
         self._other = 0
         self._read = [0.0, 0.0]
         self._busy, self.computed_busy_s = time.thread_time(), 0.0
-        self.clock = accelerator_in_use() or _HOST
+        self.device = accelerator_in_use()
         self._began = time.perf_counter()
         self.settled()
 
@@ -146,7 +128,7 @@ class StepProfile:
 
     def settled(self) -> None:
         """Marks the last wait for another rank: the time from here to the end of the step counts as the update."""
-        self.settled_at = self.clock.moment()
+        self.settled_at = _moment(self.device)
 
     def sent(self, stage: int, destination: int, size: int) -> None:
         """Counts bytes that a stage sends to another one, whether they are logged or not."""
@@ -172,7 +154,7 @@ class StepProfile:
                 if self._done > WARM_STEPS:
                     self._ended.append(self._as_ended(step))
             self._replaying = replay
-            while self._ended and self._ended[0].clock.passed(self._ended[0].end):
+            while self._ended and self._ended[0].has_passed():
                 self._recent.append(_as_done(self._ended.popleft()))
 
     def _as_ended(self, step: int) -> _Ended:
@@ -180,31 +162,19 @@ class StepProfile:
             step=step,
             step_s=time.perf_counter() - self._began,
             busy_s=time.thread_time() - self._busy - self.computed_busy_s,
-            clock=self.clock,
+            device=self.device,
             spans={at: watch.spans for at, watch in self._watches.items() if watch.spans},
             settled=self.settled_at,
-            end=self.clock.moment(),
+            end=_moment(self.device),
             sent=self._sent.copy(),
             other_bytes=self._other,
         )
-
-    def backwards(self) -> dict[int, tuple[float, float]]:
-        """Returns stage -> (seconds of its backwards in this step so far, part of these in separate weight-gradient
-        passes). (a trial, whose results are compared on the host) Waits for them."""
-        taken: dict[int, tuple[float, float]] = {}
-        self.clock.wait(self.settled_at)
-        for (stage, kind), watch in self._watches.items():
-            if kind != FORWARD:
-                whole, weights = taken.get(stage, (0.0, 0.0))
-                seconds = _seconds(self.clock, watch.spans)
-                taken[stage] = whole + seconds, weights + seconds * (kind == WEIGHTS)
-        return taken
 
     def stage_seconds(self) -> dict[int, tuple[float, float]]:
         """Returns stage -> (forward seconds, full backward seconds) per microbatch in recent steps. Empty if there are
         none yet."""
         measured = self.measured({}, None, None)
-        stages = measured.stages if measured is not None else ()
+        stages = () if measured is None else measured.stages
         return {stage.stage: (stage.forward_s, stage.backward_s) for stage in stages}
 
     def measured(
@@ -214,7 +184,7 @@ class StepProfile:
         log_write_bytes_per_s: float | None,
         *,
         log_full: bool = False,
-    ) -> RankMeasured | None:
+    ) -> pb.RankMeasured | None:
         """(any thread) Returns the medians of recent steps, or None if there are none yet.
 
         The caller supplies `gradient_bytes` of each stage, the newest checkpoint and the log's write rate.
@@ -224,7 +194,7 @@ class StepProfile:
         if not recent:
             return None
         indices = sorted({stage for done in recent for stage, _ in done.computed})
-        stages = tuple(_stage(recent, index, gradient_bytes.get(index, 0)) for index in indices)
+        stages = [_stage(recent, index, gradient_bytes.get(index, 0)) for index in indices]
         of_checkpoint: dict[str, Any] = {}
         if saved is not None:
             of_checkpoint = {
@@ -233,7 +203,7 @@ class StepProfile:
                 "checkpoint_s": saved.seconds,
                 "checkpoint_stall_s": saved.stall_s,
             }
-        return RankMeasured(
+        return pb.RankMeasured(
             step=recent[-1].step,
             steps=len(recent),
             microbatches=max((_forwards(recent, index) for index in indices), default=0),
@@ -249,30 +219,27 @@ class StepProfile:
         )
 
 
-def _seconds(clock: _Clock, spans: list[tuple[Any, Any]]) -> float:
-    return sum(clock.seconds(*span) for span in spans)
-
-
 def _as_done(ended: _Ended) -> _Step:
-    update_s = ended.clock.seconds(ended.settled, ended.end)
-    if ended.clock is _HOST:
+    update_s = _seconds(ended.device, [(ended.settled, ended.end)])
+    if ended.device is None:
         # Between its microbatches a step waits for other ranks. CPU time of its own thread there counts as update.
         update_s = max(update_s, ended.busy_s)
     return _Step(
         step=ended.step,
         step_s=ended.step_s,
         update_s=update_s,
-        computed={at: (_seconds(ended.clock, spans), len(spans)) for at, spans in ended.spans.items()},
+        computed={at: (_seconds(ended.device, spans), len(spans)) for at, spans in ended.spans.items()},
         sent=ended.sent,
         other_bytes=ended.other_bytes,
     )
 
 
-def _stage(recent: list[_Step], stage: int, gradient_bytes: int) -> StageMeasured:
+def _stage(recent: list[_Step], stage: int, gradient_bytes: int) -> pb.StageMeasured:
     destinations = sorted({to for done in recent for source, to in done.sent if source == stage})
-    sent = tuple(
-        Sent(destination=to, bytes=median_low(done.sent[stage, to] for done in recent)) for to in destinations
-    )
+    sent = [
+        pb.Sent(destination=to, bytes=median_low(done.sent[stage, to] for done in recent))
+        for to in destinations
+    ]
     forward_s, backward_s = (
         median(
             sum(seconds for (index, kind), (seconds, _) in done.computed.items() if (index, kind) in of)
@@ -281,7 +248,7 @@ def _stage(recent: list[_Step], stage: int, gradient_bytes: int) -> StageMeasure
         )
         for of in ([(stage, FORWARD)], [(stage, BACKWARD), (stage, WEIGHTS)])
     )
-    return StageMeasured(
+    return pb.StageMeasured(
         stage=stage, forward_s=forward_s, backward_s=backward_s, sent=sent, gradient_bytes=gradient_bytes
     )
 

@@ -28,8 +28,7 @@ from swift_ft.log.record import RecordKey, results, transcripts
 from swift_ft.state.tensors import to_tensor
 from swift_ft.state.transfer import local
 from swift_ft.state.tree import split
-from swift_ft.train.config import SessionConfig
-from swift_ft.train.participants import Participant, Step
+from swift_ft.train.participants import Participant, Site, Step
 from swift_ft.train.step_digests import Witness, digests_of, tensors_of
 from swift_ft.train.tape import Results, Tape
 from swift_ft.train.transcript import (
@@ -116,7 +115,6 @@ process could lack."""
 _ITEMS_MAX = 1000
 """Length of a list up to which differing items are named."""
 
-Record = Callable[[str, RecordKey, torch.Tensor], None]
 Names = Callable[[], Mapping[torch.nn.Parameter, str]]
 
 
@@ -199,26 +197,11 @@ def _plain_modules(module: torch.nn.Module, name: str = "") -> Iterator[tuple[st
 
 
 class Recording(Participant):
-    def __init__(
-        self,
-        rank: int,
-        config: SessionConfig,
-        witness: Witness,
-        watch: ThoroughWatch,
-        tape: Tape,
-        record: Record,
-        held: Callable[[], bool],
-        begun_with: Callable[[], Mapping[str, Any]],
-    ) -> None:
-        """`record` writes a tensor to the log. `held`: see `Updates.held`. `begun_with`: see `TrainerState`."""
-        self._held = held
-        self._begun_with = begun_with
-        self._rank = rank
-        self._config = config
+    def __init__(self, site: Site, witness: Witness, watch: ThoroughWatch, tape: Tape) -> None:
+        self._site = site
         self._witness = witness
         self._tape = tape
         self._watch = watch
-        self._record = record
         self._from: int | None = None
         self._generation = 0
         self._under_way = False
@@ -231,13 +214,13 @@ class Recording(Participant):
         return self._from is not None
 
     def _wanted(self, version: int, view: pb.View) -> bool:
-        if self._config.rehearse == "off" or view.vacant or self._config.staggered:
+        if self._site.config.rehearse == "off" or view.vacant or self._site.config.staggered:
             return False
-        done = next((known.done for known in view.rehearsals if known.rank == self._rank), 0)
+        done = next((known.done for known in view.rehearsals if known.rank == self._site.rank), 0)
         if done < TIMES_AT_START:
             return True
-        turn = version // self._config.checkpoint_every % view.world_size
-        return self._config.rehearse == "always" and turn == self._rank
+        turn = version // self._site.config.checkpoint_every % view.world_size
+        return self._site.config.rehearse == "always" and turn == self._site.rank
 
     def abandon(self) -> None:
         self._from = None
@@ -257,7 +240,7 @@ class Recording(Participant):
     def step_begun(self, step: Step) -> None:
         if not self._under_way:
             return
-        self._watch.state(self._begun_with())
+        self._watch.state(self._site.state.begun_with())
         if self._from is not None and step.number == self._from + STEPS:
             self._write(step.number)  # only the state of this step is compared
 
@@ -268,10 +251,11 @@ class Recording(Participant):
     def _write(self, step: int) -> None:
         given, gotten = self._tape.drain()
         self._stop()
-        body = encoded({**self._witness.transcript(), **given}, gotten, held=self._held())
-        self._record(transcripts(self._rank), RecordKey(step, self._generation, 0), body)
+        body = encoded({**self._witness.transcript(), **given}, gotten, held=self._site.state.updates.held)
+        rank, note = self._site.rank, self._site.channel.note
+        note(transcripts(rank), RecordKey(step, self._generation, 0), body)
         for slot, tensor in enumerate(tensor for tensors in gotten.values() for tensor in tensors):
-            self._record(results(self._rank), RecordKey(step, self._generation, slot), tensor)
+            note(results(rank), RecordKey(step, self._generation, slot), tensor)
 
     def drop_step(self) -> None:
         if self._under_way:

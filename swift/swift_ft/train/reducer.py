@@ -58,7 +58,6 @@ class Whole:
         self._gradients = gradients
 
     def has(self, parameter: torch.nn.Parameter) -> bool:
-        """See `Contribution.has`."""
         return parameter in self._gradients
 
     def numbers(self, parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -115,7 +114,6 @@ class Reduction:
 
     @property
     def done(self) -> bool:
-        """Returns whether the reduction has ended, successfully or not."""
         return self._task.done
 
     @property
@@ -241,7 +239,6 @@ class Reducer:
 
 
 def check_dense(gradients: Iterable[torch.Tensor]) -> None:
-    """Raises UsageError if a gradient is sparse."""
     if any(gradient.layout is not torch.strided for gradient in gradients):
         raise UsageError(
             "a sparse gradient cannot be averaged over replicas: give the embedding sparse=False (and Adam in the "

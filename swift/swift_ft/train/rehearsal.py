@@ -14,14 +14,14 @@ import random
 import weakref
 from abc import ABC, abstractmethod
 from itertools import chain
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
 from swift_ft import reinitialization, warm_up
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.comm.backend import Rehearsed
-from swift_ft.comm.process_groups import Interrupted, ProcessGroups
+from swift_ft.comm.process_groups import Interrupted
 from swift_ft.comm.rank_store import ListeningStore
 from swift_ft.device import accelerator_in_use
 from swift_ft.errors import RecordTrimmed, ReplayRefused, SwiftError, UsageError
@@ -29,19 +29,17 @@ from swift_ft.log.reader import LogReader
 from swift_ft.log.record import RecordKey, collectives, messages, results, transcripts
 from swift_ft.planner.groups import RecoveryGroups
 from swift_ft.rpc.client import CoordinatorClient
-from swift_ft.state.checkpoint_store import CheckpointStore
 from swift_ft.state.digests import digests
 from swift_ft.state.tensors import to_tensor
 from swift_ft.state.transfer import local
-from swift_ft.train.boundary_log import BACKWARD, FORWARD, Channel
+from swift_ft.train.boundary_log import BACKWARD, FORWARD, NoCapture
 from swift_ft.train.coordinator_session import own_servers
-from swift_ft.train.participants import TrainStep
+from swift_ft.train.participants import Site, TrainStep
 from swift_ft.train.recording import STEPS, ThoroughWatch, decoded
 from swift_ft.train.replay import Standstill
 from swift_ft.train.step_digests import Witness, let_pass
 from swift_ft.train.strategies import load_checkpoint
 from swift_ft.train.tape import Results, Tape
-from swift_ft.train.training_state import TrainerState
 from swift_ft.train.transcript import GIVEN, RESULT, SENT, Seen, Transcript
 
 # A shadow: a process that runs the training script as a rank would, without holding the rank. It is either a spare
@@ -59,22 +57,9 @@ from swift_ft.train.transcript import GIVEN, RESULT, SENT, Seen, Transcript
 class Shadow(ABC):
     """Session side of a process that runs the script as rank `rank` would, without holding that rank."""
 
-    def __init__(
-        self,
-        rank: int,
-        client: CoordinatorClient,
-        communicator: ProcessGroups,
-        channel: Channel,
-        state: TrainerState,
-        store: CheckpointStore,
-        witness: Witness,
-    ) -> None:
-        self._rank = rank
-        self._client = client
-        self._communicator = communicator
-        self._channel = channel
-        self._state = state
-        self._store = store
+    def __init__(self, site: Site, witness: Witness) -> None:
+        self._site = site
+        self._client = site.member.client
         self._witness = witness
         self._view: pb.View | None = None
         """The job's View when it was last read."""
@@ -85,10 +70,10 @@ class Shadow(ABC):
         warm_up.this_run().moved = self._moved
         self._view = self._running()
         self._stand_in(self._view)
-        self._channel.keep_nothing()
+        self._site.channel.capture = NoCapture()
 
     def _stand_in(self, view: pb.View) -> None:
-        self._communicator.stand_in(ListeningStore(self._client, view.generation))
+        self._site.communicator.stand_in(ListeningStore(self._client, view.generation))
 
     @abstractmethod
     def run(self, train_step: TrainStep, num_steps: int) -> NoReturn:
@@ -121,9 +106,9 @@ class Shadow(ABC):
         """Returns stream -> log servers for the streams that this rank's stages read. `inside_too`: traffic inside its
         recovery group is recorded. Otherwise raises UsageError for a neighbor whose tensors are not logged."""
         servers = {rank: list(own_servers(view, rank)) for rank in range(view.world_size)}
-        sources = {collectives(self._rank): servers[self._rank]}
-        groups = self._channel.groups = RecoveryGroups.parse(view.groups)
-        for stage in self._state.stages:
+        sources = {collectives(self._site.rank): servers[self._site.rank]}
+        groups = self._site.channel.groups = RecoveryGroups.parse(view.groups)
+        for stage in self._site.state.stages:
             index, homes = stage.stage_index, stage.stage_index_to_group_rank
             for other, direction in ((index - 1, FORWARD), (index + 1, BACKWARD)):
                 if not 0 <= other < stage.num_stages:
@@ -134,7 +119,9 @@ class Shadow(ABC):
                     raise UsageError(
                         f"what stage {other} sends to stage {index} is not logged (recovery groups)"
                     )
-                sources[self._channel.stream(other, direction)] = servers[self._channel.rank_at(homes[other])]
+                sources[self._site.channel.stream(other, direction)] = servers[
+                    self._site.channel.rank_at(homes[other])
+                ]
         return sources
 
 
@@ -146,21 +133,21 @@ class Shadow(ABC):
 class Warming(Shadow):
     def run(self, train_step: TrainStep, num_steps: int) -> NoReturn:
         run = warm_up.this_run()
-        run.models = [weakref.ref(stage.submod) for stage in self._state.stages]
+        run.models = [weakref.ref(stage.submod) for stage in self._site.state.stages]
         view = self._view = self._running()
         version = run.version = max(view.checkpoints) if run.version is None else run.version
-        self._state.present = False
-        load_checkpoint(self._state, self._store, version)
+        self._site.state.present = False
+        load_checkpoint(self._site.state, self._site.store, version)
         reader = LogReader(self._sources(view), self._client.job)
-        self._state.updates.stops_at_last = self._channel.rehearsing = True
+        self._site.state.updates.stops_at_last = self._site.channel.rehearsing = True
         try:
-            self._channel.begin_replay(reader, version, (self._rank,))
+            self._site.channel.begin_replay(reader, version, (self._site.rank,))
             self._compute(train_step, version)
             if (accelerator := accelerator_in_use()) is not None:
                 accelerator.synchronize()
         finally:
-            self._channel.rehearsing = False
-            self._channel.end_replay()
+            self._site.channel.rehearsing = False
+            self._site.channel.end_replay()
             reader.close()
         run.gradients = self._gradients()
         self._step_optimizers()
@@ -168,38 +155,35 @@ class Warming(Shadow):
 
     def _gradients(self) -> bytes:
         """Returns a digest of all gradients. Raises UsageError if there are none."""
-        parameters = chain.from_iterable(stage.submod.parameters() for stage in self._state.stages)
+        parameters = chain.from_iterable(stage.submod.parameters() for stage in self._site.state.stages)
         gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
         if not gradients:
             raise UsageError("the step has computed no gradients")
         return b"".join(digests(gradients))
 
     def _compute(self, train_step: TrainStep, step: int) -> None:
-        self._channel.begin_step(step)
+        self._site.channel.begin_step(step)
         self._witness.begin(step)
-        self._state.begin_step()
+        self._site.state.begin_step()
         try:
             train_step(step)
         except Rehearsed:
             pass
-        spoiled = self._state.updates.spoiled  # the trainer may have caught this error
+        spoiled = self._site.state.updates.spoiled  # the trainer may have caught this error
         if spoiled is not None and not isinstance(spoiled, Rehearsed):
             raise spoiled
 
     def _step_optimizers(self) -> None:
         with torch.enable_grad():
-            for journal in self._state.updates.journals:
+            for journal in self._site.state.updates.journals:
                 if not (journal.whole or journal.complete):
                     journal.apply_rest()
 
 
 class Rehearsal(Shadow):
-    def __init__(self, *shadow: Any, watch: ThoroughWatch, tape: Tape, seed: int, stall_s: float) -> None:
-        """`seed`: the job's seed. `stall_s`: seconds without progress after which a step is abandoned."""
-        super().__init__(*shadow)
-        self._stall_s = stall_s
+    def __init__(self, site: Site, witness: Witness, watch: ThoroughWatch, tape: Tape) -> None:
+        super().__init__(site, witness)
         self._tape = tape
-        self._seed = seed
         self._watch = watch
         self._difference = ""
         self._generation = 0
@@ -211,18 +195,18 @@ class Rehearsal(Shadow):
         self._generation, version = view.generation, run.version
         assert version is not None, "a rehearsal is told where to begin"
         self._witness.differs = self._note_difference
-        self._state.updates.rehearses = self._channel.rehearsed = True
-        self._channel.giving_only = self._tape.giving_only
-        own = list(own_servers(view, self._rank))
+        self._site.state.updates.rehearses = self._site.channel.rehearsed = True
+        self._site.channel.giving_only = self._tape.giving_only
+        own = list(own_servers(view, self._site.rank))
         sources = self._sources(view, inside_too=True)
-        sources |= {stream(self._rank): own for stream in (transcripts, results, messages)}
+        sources |= {stream(self._site.rank): own for stream in (transcripts, results, messages)}
         reader = LogReader(sources, self._client.job)
         try:
             self._load(version)
             self._begin_replay(reader, version)
             if view.world_size > 1:
                 self._drop_one(train_step, version)
-                self._channel.end_replay()
+                self._site.channel.end_replay()
                 self._begin_replay(reader, version)
             run.steps = self._do_steps(train_step, version, min(version + STEPS, num_steps))
         except Exception:
@@ -236,35 +220,35 @@ class Rehearsal(Shadow):
         self._difference = self._difference or words
 
     def _load(self, version: int) -> None:
-        self._state.present = False
-        load_checkpoint(self._state, self._store, version, in_common_only=True)
-        self._state.present = True
+        self._site.state.present = False
+        load_checkpoint(self._site.state, self._site.store, version, in_common_only=True)
+        self._site.state.present = True
 
     def _begin_replay(self, reader: LogReader, version: int) -> None:
-        self._channel.begin_replay(reader, version, (self._rank,))
+        self._site.channel.begin_replay(reader, version, (self._site.rank,))
 
     def _recorded(self, step: int) -> tuple[Transcript, Results]:
         """Returns the rank's recording of the step. Waits until it is in the log."""
         key = RecordKey(step, self._generation, 0)
-        transcript, there, held = decoded(self._channel.recorded(transcripts(self._rank), key))
-        self._state.updates.hold_next = held
+        transcript, there, held = decoded(self._site.channel.recorded(transcripts(self._site.rank), key))
+        self._site.state.updates.hold_next = held
         found, slot = {}, 0
         for group, number, count in there:
             keys = [RecordKey(step, self._generation, slot + place) for place in range(count)]
             found[group, number] = [
-                to_tensor(self._channel.recorded(results(self._rank), each)) for each in keys
+                to_tensor(self._site.channel.recorded(results(self._site.rank), each)) for each in keys
             ]
             slot += count
         return transcript, found
 
     def _begin_step(self, step: int, transcript: Transcript, gotten: Results) -> None:
         self._witness.expect(step, transcript)
-        self._channel.begin_step(step)
+        self._site.channel.begin_step(step)
         self._witness.begin(step)
         self._watch.begin()
         self._tape.play(gotten)
-        self._state.begin_step()
-        self._watch.state(self._state.begun_with())
+        self._site.state.begin_step()
+        self._watch.state(self._site.state.begun_with())
 
     def _end_step(self) -> None:
         self._watch.end()
@@ -277,7 +261,7 @@ class Rehearsal(Shadow):
         if not places:
             return
         self._begin_step(step, transcript, gotten)
-        place = random.Random(f"{self._seed} {self._rank} {step}").choice(places)
+        place = random.Random(f"{self._site.config.seed} {self._site.rank} {step}").choice(places)
         self._witness.passing = lambda seen: self._cut_at(place, seen)
         try:
             self._compute(train_step, step)
@@ -287,22 +271,22 @@ class Rehearsal(Shadow):
         finally:
             self._witness.passing = let_pass
             self._end_step()
-        begun = self._state.updates.begun
-        partial = self._state.updates.partial
-        self._channel.drop_step()
-        self._state.drop_step()
+        begun = self._site.state.updates.begun
+        partial = self._site.state.updates.partial
+        self._site.channel.drop_step()
+        self._site.state.drop_step()
         self._stand_in(self._running())  # the interruption has broken the groups
-        if begun or not self._state.present:
+        if begun or not self._site.state.present:
             self._load(step)
         elif partial:
-            self._state.undo()
+            self._site.state.undo()
 
     def _compute(self, train_step: TrainStep, step: int) -> None:
         """Runs the step. Its inputs are all in the log, so only the script's own waits can stall it."""
         run = warm_up.this_run()
         with Standstill(
-            self._stall_s,
-            lambda: (self._channel.records_read, len(self._witness.transcript())),
+            self._site.config.replay_stall_s,
+            lambda: (self._site.channel.records_read, len(self._witness.transcript())),
             lambda why: run.gives_up(f"step {step}: {why}"),
             lambda: False,
         ):
@@ -320,10 +304,12 @@ class Rehearsal(Shadow):
             self._begin_step(step, *self._recorded(step))
             try:
                 self._compute(train_step, step)
-                self._channel.wait_copied()
-                self._state.updates.end_step()
+                self._site.channel.wait_copied()
+                self._site.state.updates.end_step()
             except Exception as error:
-                if not (isinstance(error, Rehearsed) or isinstance(self._state.updates.spoiled, Rehearsed)):
+                if not (
+                    isinstance(error, Rehearsed) or isinstance(self._site.state.updates.spoiled, Rehearsed)
+                ):
                     raise
                 return step - first + 1
             finally:
@@ -331,7 +317,7 @@ class Rehearsal(Shadow):
             self._witness.check_all_seen()
             if self._difference:
                 return step - first + 1
-            self._state.end_step()
+            self._site.state.end_step()
         if last - first == STEPS:
             self._begin_step(last, *self._recorded(last))
             self._end_step()

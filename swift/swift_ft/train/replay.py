@@ -5,6 +5,7 @@ copies    a rank that copies receives from its sources, which have gone their ow
 replay    if the version reached is below the plan's target: the steps up to the target, from the log
 """
 
+import functools
 import os
 import signal
 import sys
@@ -13,7 +14,7 @@ import threading
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -36,13 +37,12 @@ from swift_ft.log.record import KINDS, RecordKey, Steps, collectives, declared, 
 from swift_ft.log.sidecar_client import SidecarWriter
 from swift_ft.planner import Help, Plan
 from swift_ft.rpc.codec import PublishedPlan
-from swift_ft.train.boundary_log import Channel
 from swift_ft.train.coordinator_session import Member
 from swift_ft.train.log_session import FLUSH_TIMEOUT_S, log_totals
+from swift_ft.train.participants import Copied, Site
 from swift_ft.train.replay_helper import Helper, MakeModule
 from swift_ft.train.shared_replay import Helped, Owner, send_away, why_alone, why_no_help
-from swift_ft.train.strategies import TABLE, Copied, Site
-from swift_ft.train.training_state import TrainerState
+from swift_ft.train.strategies import TABLE
 
 # Gaps in the log of a rank that was copied from a replica and so does not repeat the copied steps. No I/O.
 #
@@ -59,23 +59,22 @@ Keys = Collection[RecordKey]
 
 
 def gaps(
-    own: Mapping[str, Sequence[Keys]], alike: Iterable[Mapping[str, Keys]], steps: Steps
+    own: Mapping[str, Sequence[Keys]], alike: Callable[[], Mapping[str, Keys]], steps: Steps
 ) -> dict[str, Steps]:
     """Returns stream -> the range of `steps` that it lacks and does not declare; complete streams are left out.
 
-    ``own``: by stream, the keys that each server has. ``alike``: for each replica that has flushed, the keys it has
-    logged, by the name of our own stream; a stream that cannot be read is left out. The next replica is consumed only
-    where those before it cannot tell. Both begin with the first of `steps`. If no replica can tell, the stream's last
-    step and all later ones count as missing.
+    ``own``: by stream, the keys that each server has. ``alike``: returns the keys that a replica which has flushed has
+    logged, by the name of our own stream; a stream that cannot be read is left out. Both begin with the first of
+    `steps`. If the replica cannot tell, the stream's last step and all later ones count as missing.
     """
-    replicas = _Replicas(alike, steps.first)
-    if not any(map(any, own.values())) and not any(replica.ends is not None for replica in replicas):
+    replica = functools.cache(lambda: _Replica(alike(), steps.first))  # asked only if it is needed
+    if not any(map(any, own.values())) and replica().ends is None:
         return {}  # a trainer that logs nothing
     gap_of: dict[str, Steps] = {}
     for stream, copies in own.items():
         # A server that joined later has an empty stream: the coordinator knows from which step on it is complete.
         held = [copy for copy in copies if copy] or [()]
-        lacking = sorted({step for copy in held for step in _lacking(stream, copy, replicas, steps)})
+        lacking = sorted({step for copy in held for step in _lacking(stream, copy, replica, steps)})
         if lacking:
             _add(gap_of, stream, Steps(lacking[0], lacking[-1]), held)
     return gap_of
@@ -89,12 +88,12 @@ def _add(gap_of: dict[str, Steps], stream: str, steps: Steps, copies: Sequence[K
         gap_of[stream] = steps
 
 
-def _lacking(stream: str, copy: Keys, replicas: "_Replicas", steps: Steps) -> Iterable[int]:
+def _lacking(stream: str, copy: Keys, replica: Callable[[], "_Replica"], steps: Steps) -> Iterable[int]:
     held = _Stream(copy)
     for step in range(max(held.last, steps.first), steps.last + 1):
         if held.lacks(step):
             continue
-        wanted = replicas.of(stream, step)
+        wanted = replica().of(stream, step)
         if wanted is None or not wanted <= held.keys[step]:
             yield step
 
@@ -112,7 +111,6 @@ class _Stream:
         self.begins, self.ends = min(self.keys, default=None), max(self.keys, default=None)
 
     def lacks(self, step: int) -> bool:
-        """Returns whether the step is declared as missing."""
         return any(marked.first <= step <= marked.last for marked in self._marked)
 
 
@@ -138,24 +136,6 @@ class _Replica:
         if step < begins or (step == begins != self._first):
             return None
         return logged.keys[step]
-
-
-class _Replicas:
-    """The replicas, read lazily one after the other."""
-
-    def __init__(self, alike: Iterable[Mapping[str, Keys]], first: int) -> None:
-        self._coming = (_Replica(logged, first) for logged in alike)
-        self._come: list[_Replica] = []
-
-    def __iter__(self) -> Iterator[_Replica]:
-        yield from self._come
-        for replica in self._coming:
-            self._come.append(replica)
-            yield replica
-
-    def of(self, stream: str, step: int) -> set[RecordKey] | None:
-        """Returns the keys of the first replica that can tell, or None."""
-        return next((keys for replica in self if (keys := replica.of(stream, step)) is not None), None)
 
 
 # Records in this rank's streams of steps that it repeats, or that it has not done itself.
@@ -198,11 +178,8 @@ class OwnStreams:
     (restorer) ``expect`` before steps that may be logged already, ``declare_gaps`` after a copy
     """
 
-    def __init__(self, rank: int, member: Member, channel: Channel, state: TrainerState) -> None:
-        self._rank = rank
-        self._member = member
-        self._channel = channel
-        self._state = state
+    def __init__(self, site: Site) -> None:
+        self._site = site
 
     def expect(
         self, servers: Servers, writer: SidecarWriter, log_servers: list[str], from_version: int
@@ -217,7 +194,7 @@ class OwnStreams:
     ) -> None:
         """Declares the steps below the copied version whose records this rank lacks: those that its predecessor had not
         sent, or the rest of a step that it dropped and the replica finished. Asks for a checkpoint above them."""
-        view = self._member.watcher.latest
+        view = self._site.member.watcher.latest
         base = max(view.checkpoints, default=0) if view is not None else 0
         if view is None or base >= copied.version:
             return
@@ -225,14 +202,14 @@ class OwnStreams:
         ours = self._own_streams()
         own = [self._held(servers, server, ours, base) for server in log_servers]
         copies = {stream: [held[stream] for held in own if stream in held] for stream in ours}
-        lacking_of = gaps(copies, self._logged_alike(servers, view, copied.witnesses, base), steps)
+        lacking_of = gaps(copies, lambda: self._logged_alike(servers, view, copied.witnesses, base), steps)
         for stream, lacking in lacking_of.items():
             writer.unlogged.lacks(stream, lacking)
         if lacking_of:
             hole = _spanned(lacking_of.values())
             events.emit(
                 "gap_declared",
-                rank=self._rank,
+                rank=self._site.rank,
                 first_step=hole.first,
                 last_step=hole.last,
                 streams=sorted(lacking_of),
@@ -245,8 +222,8 @@ class OwnStreams:
         ]
         if unlogged := [*touching, *lacking_of.values()]:
             hole = _spanned(unlogged)
-            self._member.ask_checkpoint(
-                hole.last, f"rank {self._rank} was copied, and its streams lack records of {hole}"
+            self._site.member.ask_checkpoint(
+                hole.last, f"rank {self._site.rank} was copied, and its streams lack records of {hole}"
             )
 
     def _expect(
@@ -274,39 +251,43 @@ class OwnStreams:
         server does not answer, because it may still have records."""
         held: dict[str, dict[RecordKey, bytes]] = {}
         for stream in streams:
-            self._member.check()
+            self._site.member.check()
             with suppress(RecordCorrupt, RecordTrimmed):
                 held[stream] = servers.digests(server, stream, from_step)
         return held
 
     def _logged_alike(
-        self, servers: Servers, view: pb.View, ranks: tuple[int, ...], from_step: int
-    ) -> Iterator[dict[str, set[RecordKey]]]:
-        """Yields the keys that each replica has logged on those of its servers that answer, by this rank's stream."""
-        for rank in ranks:
+        self, servers: Servers, view: pb.View, witnesses: tuple[int, ...], from_step: int
+    ) -> dict[str, set[RecordKey]]:
+        """Returns the keys that one of these ranks has logged on those of its servers that answer, by this rank's
+        stream: of the first rank that has records there, and none if no rank has any."""
+        silent: set[str] = set()
+        for rank in witnesses:
             logged: dict[str, set[RecordKey]] = {}
             theirs = self._streams_of(rank)
-            for server in [
-                server for logs in view.log_copies if logs.rank == rank for server in logs.servers
-            ]:
+            copies = {s for logs in view.log_copies if logs.rank == rank for s in logs.servers}
+            for server in sorted(copies - silent):  # each call waits long for one that does not answer
                 try:
                     held = self._held(servers, server, theirs, from_step)
                 except LogInterrupted:
                     raise
                 except LogUnavailable:
+                    silent.add(server)
                     continue
                 for ours, name in zip(self._own_streams(), theirs, strict=True):
                     if name in held:
                         logged.setdefault(ours, set()).update(held[name])
-            yield logged
+            if any(declared(key) is None for keys in logged.values() for key in keys):
+                return logged
+        return {}
 
     def _own_streams(self) -> list[str]:
-        return self._streams_of(self._rank)
+        return self._streams_of(self._site.rank)
 
     def _streams_of(self, rank: int) -> list[str]:
         boundaries = [
-            self._channel.stream(index, kind, rank)
-            for index in dict.fromkeys(stage.stage_index for stage in self._state.stages)
+            self._site.channel.stream(index, kind, rank)
+            for index in dict.fromkeys(stage.stage_index for stage in self._site.state.stages)
             for kind in KINDS
         ]
         return [*boundaries, collectives(rank)]
@@ -490,21 +471,15 @@ class Restorer:
     """One rank's part of a recovery (state RECOVERING), except building its groups."""
 
     def __init__(self, site: Site):
-        self.site = site
-        self._world = site.world
-        self._stall_s = site.config.replay_stall_s
-        self._rank = site.rank
-        self._member = site.member
-        self._channel = site.channel
-        self._state = site.state
-        self._own = OwnStreams(site.rank, site.member, site.channel, site.state)
+        self._site = site
+        self._own = OwnStreams(site)
         self.make_module: MakeModule | None = None
         """The trainer's function that builds the module of any stage."""
 
     @property
     def can_help(self) -> bool:
         """This rank can help in another rank's replay. False for a replacement, which reports before it has a stage."""
-        return self.make_module is not None and not why_no_help(self._state)
+        return self.make_module is not None and not why_no_help(self._site.state)
 
     def follow(
         self,
@@ -518,10 +493,10 @@ class Restorer:
 
         Raises ReplayRefused if the plan cannot be carried out, Interrupted if a newer generation is published.
         """
-        plan, site = published.plan, self.site
-        mine = plan.of(self._rank)
+        plan, site = published.plan, self._site
+        mine = plan.of(self._site.rank)
         site.generation = published.generation
-        shared = plan.help_of(self._rank)
+        shared = plan.help_of(self._site.rank)
         sharing = self._asked(shared, published.generation)
         TABLE[mine.strategy].restore(site, mine)
         # Older steps are not repeated and may be trimmed: a sidecar's successor must not ask for them.
@@ -533,30 +508,30 @@ class Restorer:
             site.snapshots.forget_above(plan.target_version)
         for copy in plan.copies:
             TABLE[copy.strategy].copy(site, copy)
-        with Servers(self._member) as servers:
-            if not plan.gives_up_log and (plan.was_logged(self._rank) or not self._state.lived):
+        with Servers(self._site.member) as servers:
+            if not plan.gives_up_log and (plan.was_logged(self._site.rank) or not self._site.state.lived):
                 # Logged by an earlier process of this rank, or by this one before it lost its state.
                 self._own.expect(servers, writer, log_servers, mine.from_version)
             if site.copied is not None:
                 self._own.declare_gaps(servers, writer, log_servers, site.copied)
                 site.copied = None
-        if self._rank in plan.replayed_from:
+        if self._site.rank in plan.replayed_from:
             self._replay(published, writer, step, sharing)
         elif shared is not None:
             self._help(shared.owner, published)
-        if self._state.version != plan.target_version:
+        if self._site.state.version != plan.target_version:
             raise ReplayRefused(
-                f"rank {self._rank} is at version {self._state.version}, the plan says {plan.target_version}"
+                f"rank {self._site.rank} is at version {self._site.state.version}, the plan says {plan.target_version}"
             )
 
     def _asked(self, shared: Help | None, generation: int) -> Owner | None:
         """(an owner) Asks its helpers to build the stage while it restores its state. None: no rank helps this one."""
-        if shared is None or shared.owner != self._rank:
+        if shared is None or shared.owner != self._site.rank:
             return None
-        if why := why_alone(self._state):
-            send_away(self._rank, shared, self._world, generation, why)
+        if why := why_alone(self._site.state):
+            send_away(self._site.rank, shared, self._site.world, generation, why)
             return None
-        sharing = Owner(self._rank, shared, self._world, self._channel, self._state, self._member.check)
+        sharing = Owner(self._site, shared)
         sharing.ask()
         return sharing
 
@@ -568,46 +543,46 @@ class Restorer:
         sharing: Owner | None,
     ) -> None:
         plan, generation = published.plan, published.generation
-        target, from_version = plan.target_version, plan.of(self._rank).from_version
+        target, from_version = plan.target_version, plan.of(self._site.rank).from_version
         before = log_totals(writer)
-        events.emit("replay_begin", rank=self._rank, generation=generation, version=from_version)
-        reader = LogReader(published.sources, self._member.client.job)
+        events.emit("replay_begin", rank=self._site.rank, generation=generation, version=from_version)
+        reader = LogReader(published.sources, self._site.member.client.job)
         try:
             too = self._replayed_too(plan)
-            self._channel.begin_replay(reader, from_version, plan.collective_sources, too)
+            self._site.channel.begin_replay(reader, from_version, plan.collective_sources, too)
             if sharing is not None:
                 sharing.gather(from_version, generation)
-            self._channel.read_ahead(self._streams_read(plan))
+            self._site.channel.read_ahead(self._streams_read(plan))
             began = time.monotonic()
-            pace = Pace(self._rank, from_version, target, plan.predicted_s(self._rank))
-            self._member.replay = pace.progress
+            pace = Pace(self._site.rank, from_version, target, plan.predicted_s(self._site.rank))
+            self._site.member.replay = pace.progress
             with freed_memory_kept(), self._bounded(generation):
-                while self._state.version < target:
-                    self._member.check()
+                while self._site.state.version < target:
+                    self._site.member.check()
                     if sharing is not None:
-                        sharing.at(self._state.version)
+                        sharing.at(self._site.state.version)
                     step()
-                    pace.at(self._state.version)
+                    pace.at(self._site.state.version)
             if sharing is not None:
                 sharing.at(target)
             seconds = time.monotonic() - began
         finally:
-            self._member.replay = None
+            self._site.member.replay = None
             if sharing is not None:
                 sharing.close()
-            self._channel.end_replay()
+            self._site.channel.end_replay()
             reader.close()
         writer.flush(FLUSH_TIMEOUT_S)
         after = log_totals(writer)
         helped = sharing.helped if sharing is not None else Helped()
         events.emit(
             "replay_end",
-            rank=self._rank,
+            rank=self._site.rank,
             generation=generation,
             version=target,
             steps=target - from_version,
-            records=self._channel.records_read + helped.records,
-            microbatches=self._channel.microbatches_replayed + helped.microbatches,
+            records=self._site.channel.records_read + helped.records,
+            microbatches=self._site.channel.microbatches_replayed + helped.microbatches,
             verified=after["verified"] - before["verified"] + helped.verified,
             shared_steps=helped.steps,
             filled=after["records"] - before["records"],
@@ -616,31 +591,35 @@ class Restorer:
 
     def _bounded(self, generation: int) -> Standstill:
         return Standstill(
-            self._stall_s,
-            lambda: (self._state.version, self._channel.records_read, self._channel.microbatches_replayed),
-            lambda why: self._member.client.call(
-                pb.RefuseRequest(generation=generation, reason=f"rank {self._rank}: {why}")
+            self._site.config.replay_stall_s,
+            lambda: (
+                self._site.state.version,
+                self._site.channel.records_read,
+                self._site.channel.microbatches_replayed,
             ),
-            lambda: self._member.noticed,
+            lambda why: self._site.member.client.call(
+                pb.RefuseRequest(generation=generation, reason=f"rank {self._site.rank}: {why}")
+            ),
+            lambda: self._site.member.noticed,
         )
 
     def _streams_read(self, plan: Plan) -> list[str]:
-        boundaries = [stream for stage in self._state.stages for stream in stage.streams_read()]
+        boundaries = [stream for stage in self._site.state.stages for stream in stage.streams_read()]
         return (
             boundaries if plan.collective_source < 0 else [*boundaries, collectives(plan.collective_source)]
         )
 
     def _replayed_too(self, plan: Plan) -> dict[int, int]:
         """Returns stages of other ranks that are replayed as well -> the version from which they are."""
-        homes = self._state.stages[0].stage_index_to_group_rank
-        ranks = {stage: self._channel.rank_at(home) for stage, home in homes.items()}
+        homes = self._site.state.stages[0].stage_index_to_group_rank
+        ranks = {stage: self._site.channel.rank_at(home) for stage, home in homes.items()}
         begun = plan.replayed_from
-        return {stage: begun[rank] for stage, rank in ranks.items() if rank in begun and rank != self._rank}
+        return {
+            stage: begun[rank] for stage, rank in ranks.items() if rank in begun and rank != self._site.rank
+        }
 
     def _help(self, owner: int, published: PublishedPlan) -> None:
         assert self.make_module is not None, "nobody plans with a rank that has not said that it can"
-        helper = Helper(
-            self._rank, self.make_module, self._world, self._channel, self._state, self._member.check
-        )
+        helper = Helper(self._site, self.make_module)
         with freed_memory_kept():
-            helper.run(owner, published, self._member.client.job)
+            helper.run(owner, published, self._site.member.client.job)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from swift_ft import events, torch_private
-from swift_ft.comm.backend import Wire
 from swift_ft.comm.process_groups import Interrupted
 from swift_ft.comm.worker_thread import Broken
 from swift_ft.errors import Divergence, RecordMissing, ReplayRefused, SwiftError
@@ -27,7 +26,7 @@ from swift_ft.state.digests import digest_of as digest_of_state
 from swift_ft.state.rng import kept
 from swift_ft.state.tensors import byte_view, dtype_name, plain
 from swift_ft.state.tree import split
-from swift_ft.train.boundary_log import BACKWARD, FORWARD, Channel
+from swift_ft.train.boundary_log import BACKWARD, FORWARD
 from swift_ft.train.gradient_chain import (
     Addends,
     GradientChain,
@@ -40,6 +39,7 @@ from swift_ft.train.gradient_chain import (
     tied,
     together,
 )
+from swift_ft.train.participants import Site
 from swift_ft.train.shared_replay import (
     StepAction,
     check_buffers,
@@ -184,28 +184,16 @@ MakeModule = Callable[[int], torch.nn.Module]
 class Helper:
     """(restorer) A rank's help in one replay: ``run`` returns once the owner needs it no more, the state unchanged."""
 
-    def __init__(
-        self,
-        rank: int,
-        make_module: MakeModule,
-        wire: Wire,
-        channel: Channel,
-        state: TrainerState,
-        check: Callable[[], None],
-    ):
-        self._rank = rank
+    def __init__(self, site: Site, make_module: MakeModule):
+        self._site = site
         self._make_module = make_module
-        self._wire = wire
-        self._post = Post(wire)
-        self._channel = channel
-        self._state = state
-        self._check = check
+        self._post = Post(site.world)
 
     def run(self, owner: int, published: PublishedPlan, job: str) -> None:
         """Builds the owner's stages and computes their microbatches until the owner ends it. Raises ReplayRefused if
         the owner's step cannot be repeated or this rank's own state has changed, Divergence if a send differs from the
         log, Interrupted once a newer generation is published."""
-        before = digest_of_state(self._state.state_dict())
+        before = digest_of_state(self._site.state.state_dict())
         asked, _ = self._post.read(owner)
         if asked is None:
             return
@@ -215,31 +203,35 @@ class Helper:
         self._post.wait_sent()
         if why:
             events.emit(
-                "help_declined", rank=self._rank, generation=published.generation, owner=owner, reason=why
+                "help_declined",
+                rank=self._site.rank,
+                generation=published.generation,
+                owner=owner,
+                reason=why,
             )
         if modules and begin is not None:
             reader = LogReader(published.sources, job)
-            work = _Work(
-                self._rank, asked, begin, modules, self._post, self._channel, self._state, self._check
-            )
+            work = _Work(self._site, asked, begin, modules, self._post)
             try:
                 work.run(owner, reader)
             finally:
                 work.close()
                 reader.close()
             events.emit(
-                "helped", rank=self._rank, generation=published.generation, owner=owner, **work.done()
+                "helped", rank=self._site.rank, generation=published.generation, owner=owner, **work.done()
             )
-        if digest_of_state(self._state.state_dict()) != before:
-            self._state.present = False
+        if digest_of_state(self._site.state.state_dict()) != before:
+            self._site.state.present = False
             raise ReplayRefused(
-                f"the state of rank {self._rank} changed while it helped rank {owner}: what session.help_replay was "
-                "given must make a module that shares nothing with the stage's own"
+                f"the state of rank {self._site.rank} changed while it helped rank {owner}: what session.help_replay "
+                "was given must make a module that shares nothing with the stage's own"
             )
 
     def _build(self, asked: dict[str, Any]) -> tuple[list[torch.nn.Module], str]:
         """Returns the stages' modules, or an empty list and the reason why this rank does not help."""
-        own = {tensor.data_ptr() for tensor in split(self._state.state_dict())[0].values() if tensor.numel()}
+        own = {
+            tensor.data_ptr() for tensor in split(self._site.state.state_dict())[0].values() if tensor.numel()
+        }
         try:
             with kept():  # the trainer's function may seed the random generators
                 modules = [self._make_module(index) for index in asked["stages"]]
@@ -269,20 +261,17 @@ class _Work:
 
     def __init__(
         self,
-        rank: int,
+        site: Site,
         asked: dict[str, Any],
         begin: dict[str, Any],
         modules: list[torch.nn.Module],
         post: Post,
-        channel: Channel,
-        state: TrainerState,
-        check: Callable[[], None],
     ):
-        (schedule,) = state.schedules
+        (schedule,) = site.state.schedules
         self._post = post
-        self._check = check
-        self._line = GradientChain(post, begin["line"], rank, check)
-        self._first = begin["line"][0] == rank
+        self._check = site.member.check
+        self._line = GradientChain(post, begin["line"], site.rank, self._check)
+        self._first = begin["line"][0] == site.rank
         self._from = begin["from"]
         self._own = range(begin["first"], begin["behind"])
         self._actions = [StepAction(*action) for action in begin["actions"]]
@@ -291,9 +280,9 @@ class _Work:
         )
         self._logged: dict[str, dict[RecordKey, bytes]] = {}
         self._checked = VerifyingCapture(self._logged)
-        self._channel = channel.beside(self._checked)
+        self._channel = site.channel.beside(self._checked)
         self._stages = [
-            self._stage(module, index, asked["of"], state)
+            self._stage(module, index, asked["of"], site.state)
             for module, index in zip(modules, asked["stages"], strict=True)
         ]
         self._module = together(self._stages)

@@ -10,7 +10,7 @@ import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import lru_cache
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -19,8 +19,6 @@ from torch.distributed.pipelining import schedules as _schedules
 
 from swift_ft import torch_private
 from swift_ft.comm.backend import COLLECTIVES, REROUTED
-from swift_ft.comm.groups import ReconfigurableGroup
-from swift_ft.errors import UsageError
 from swift_ft.planner import Assignment
 from swift_ft.planner.schedule import (
     BACKWARD,
@@ -37,8 +35,8 @@ from swift_ft.planner.schedule import (
 )
 from swift_ft.state.module_state import KeptModules
 from swift_ft.train.batch_redistribution import Accumulator, OwnGradients
-from swift_ft.train.boundary_log import Channel
 from swift_ft.train.gradient_sums import SharedSums, Turn
+from swift_ft.train.participants import Site
 from swift_ft.train.reducer import Contribution, Row, Shares, Whole
 
 # Private names of torch's schedules and stages that are needed to carry out a call in a schedule's place.
@@ -163,8 +161,8 @@ def _alike(info: Any) -> Any:
 
 # Distribution and order of the computation in a call of a schedule in a degraded world.
 #
-# A `Call` describes the work and `Seconds` the time of each part; `plan` orders it (`swift_ft.planner.schedule`). Every
-# rank makes the same plan from the same numbers, or uses one that was made ahead (`swift_ft.train.rerouting`).
+# `plan` orders the work (`swift_ft.planner.schedule`). Every rank makes the same plan from the same numbers, once in a
+# generation.
 
 Orders = Mapping[int, tuple[Action, ...]]
 """Slot -> its actions in execution order."""
@@ -184,7 +182,6 @@ class Routes(NamedTuple):
         return [mb for mb, owner in enumerate(self.work.owners[stage, origin]) if owner == slot]
 
     def is_shared(self, stage: int, origin: int) -> bool:
-        """Returns whether several ranks compute the origin's microbatches at the stage."""
         return len(set(self.work.owners[stage, origin])) > 1
 
     def sharers(self, slot: int, own: int) -> list[int]:
@@ -239,70 +236,41 @@ Seconds = tuple[tuple[float, float, float], ...]
 
 def equal_seconds(stages: int) -> Seconds:
     """Returns the default without measurements: equal stages, a backward twice as long as a forward."""
-    return tuple(_in_parts(1.0, 2.0, _weights_share(stage, stages)) for stage in range(stages))
+    return tuple(_in_parts(1.0, 2.0, stage, stages) for stage in range(stages))
 
 
 def seconds_of(told: Sequence[torch.Tensor]) -> Seconds:
     """Returns the medians of all ranks' measurements, in units of the mean forward.
 
-    `told`: for each rank, [stages, 3] of forward, whole backward and the share of weights in it; nan where unknown.
-    If a stage's times are unknown to all, assumes equal stages.
+    `told`: for each rank, [stages, 2] of forward and whole backward; nan where unknown. If a stage's times are unknown
+    to all, assumes equal stages.
     """
-    medians = torch.stack(list(told)).nanmedian(dim=0).values
-    taken, stages = medians[:, :2], len(medians)
+    taken = torch.stack(list(told)).nanmedian(dim=0).values
+    stages = len(taken)
     if not bool(torch.isfinite(taken).all() and (taken > 0).all()):
         return equal_seconds(stages)
     # fsum rounds once, on every CPU alike: all ranks plan by the same numbers.
     mean = math.fsum(taken[:, 0].tolist()) / stages
     return tuple(
-        _in_parts(
-            forward / mean, backward / mean, _weights_share(stage, stages) if math.isnan(share) else share
-        )
-        for stage, (forward, backward, share) in enumerate(medians.tolist())
+        _in_parts(forward / mean, backward / mean, stage, stages)
+        for stage, (forward, backward) in enumerate(taken.tolist())
     )
 
 
-def _weights_share(stage: int, stages: int) -> float:
-    """Returns the assumed share of weights in a backward that was not measured. It is 1 for the first stage, where
-    torch computes the whole backward in the weights' part."""
-    return 1.0 if stage == 0 and stages > 1 else 0.5
-
-
-def _in_parts(forward: float, backward: float, share: float) -> tuple[float, float, float]:
-    weights = backward * share
+def _in_parts(forward: float, backward: float, stage: int, stages: int) -> tuple[float, float, float]:
+    """Takes half of a backward for its weights' part, and all of the first stage's, where torch computes it so."""
+    weights = backward if stage == 0 and stages > 1 else backward / 2
     return forward, backward - weights, weights
 
 
-class Call(NamedTuple):
-    """The work of a call before it is ordered. Equal at all ranks."""
-
-    owners: tuple[tuple[tuple[int, int], tuple[int, ...]], ...]
-    """((stage, origin), the slot that computes each of its microbatches)."""
-    stages: int
-    microbatches: int
-    split: bool
-    """Backwards are split into parts for inputs and for weights."""
-    cap: tuple[tuple[int, int], ...] | None
-    """(slot, maximum number of activations held at a time). None: no limit."""
-    staggered: bool
-    """Steps overlap, so plans are compared by the time between two steps."""
-
-    def work(self, seconds: Seconds) -> Work:
-        """Returns the planner's description of this call. Raises ValueError if a microbatch has no owner."""
-        forward, inputs, weights = zip(*seconds, strict=True)
-        return Work(
-            stages=self.stages,
-            origins=len(self.owners) // self.stages,
-            microbatches=self.microbatches,
-            owners=dict(self.owners),
-            split=self.split,
-            costs=Costs(forward=forward, backward_input=inputs, backward_weight=weights),
-            cap=None if self.cap is None else dict(self.cap),
-        )
+def costs_of(seconds: Seconds) -> Costs:
+    forward, inputs, weights = zip(*seconds, strict=True)
+    return Costs(forward=forward, backward_input=inputs, backward_weight=weights)
 
 
-def call_of(assignment: Assignment, schedule: Any, *, split: bool, memory: float, staggered: bool) -> Call:
-    """Returns the call of this schedule under this assignment.
+def work_of(assignment: Assignment, schedule: Any, seconds: Seconds, *, split: bool, memory: float) -> Work:
+    """Returns the work of a call of this schedule under this assignment. Raises ValueError if a microbatch has no
+    owner.
 
     `split`: backwards are split, even if the schedule's are whole. `memory`: limit on the activations that a rank
     holds, as a multiple of those that it holds in the schedule.
@@ -310,39 +278,36 @@ def call_of(assignment: Assignment, schedule: Any, *, split: bool, memory: float
     stages = torch_private.schedule_stages(schedule)
     groups = dict(stages[0].stage_index_to_group_rank)
     microbatches = torch_private.schedule_microbatches(schedule)
-    of_groups = owners_of(
-        assignment, microbatches
-    )  # this process's assignment counts each stage group as one stage
-    owners = [
-        ((stage, origin), of_groups[group, origin])
-        for stage, group in sorted(groups.items())
-        for origin in range(assignment.dp_size)
-    ]
+    # This process's assignment counts each stage group as one stage.
+    of_groups = owners_of(assignment, microbatches)
     held = activations_held(schedule)
     caps = None if held is None else [math.ceil(count * memory) for count in held]
-    cap = (
-        None
+    return Work(
+        stages=len(groups),
+        origins=assignment.dp_size,
+        microbatches=microbatches,
+        owners={
+            (stage, origin): of_groups[group, origin]
+            for stage, group in sorted(groups.items())
+            for origin in range(assignment.dp_size)
+        },
+        split=split or torch_private.splits_backward(schedule),
+        costs=costs_of(seconds),
+        cap=None
         if caps is None
-        else tuple((slot, caps[assignment.slots[slot].stage_group]) for slot in assignment.occupied)
+        else {slot: caps[assignment.slots[slot].stage_group] for slot in assignment.occupied},
     )
-    split = split or torch_private.splits_backward(schedule)
-    return Call(tuple(owners), len(groups), microbatches, split, cap, staggered)
 
 
-@lru_cache(maxsize=8)
-def plan(call: Call, seconds: Seconds) -> Routes:
-    """Caches `planned`."""
-    return planned(call, seconds)
-
-
-def planned(call: Call, seconds: Seconds) -> Routes:
-    """Returns the routes of the fastest order found. Raises ValueError like `Call.work`."""
-    work = call.work(seconds)
-    steps = [plan_step(work), *(found_steps(work) if call.staggered else ())]
-    if seconds != equal_seconds(call.stages):
+def plan(work: Work, *, staggered: bool) -> Routes:
+    """Returns the routes of the fastest order found. `staggered`: steps overlap, so orders are compared by the time
+    between two steps."""
+    steps = [plan_step(work), *(found_steps(work) if staggered else ())]
+    equal = replace(work, costs=costs_of(equal_seconds(work.stages)))
+    if work.costs != equal.costs:
         # The planner is a heuristic: sometimes it finds a faster order from equal stage times.
-        steps.append(plan_step(call.work(equal_seconds(call.stages))))
-    return Routes(work, min(steps, key=lambda step: period(work, step, staggered=call.staggered)).orders())
+        steps.append(plan_step(equal))
+    return Routes(work, min(steps, key=lambda step: period(work, step, staggered=staggered)).orders())
 
 
 _SLOTS = 16
@@ -371,31 +336,17 @@ class ReroutedCall:
     ``run()``, then `shares` for the gradients of other origins. Raises RuntimeError if a peer is lost.
     """
 
-    def __init__(
-        self,
-        routes: Routes,
-        slot: int,
-        origin: int,
-        channel: Channel,
-        world: ReconfigurableGroup,
-        *,
-        part: tuple[int, int],
-        quiet: Callable[[], Any],
-        apart: bool,
-        not_shared: Callable[[str], UsageError],
-    ) -> None:
-        """`part`: this rank's place in its cell, and the size of a cell. `quiet`: returns a context in which the
-        witness is shown no tensors. `apart`: gradients of other origins are kept separate. `not_shared`:
-        `SessionConfig.not_shared`."""
+    def __init__(self, site: Site, routes: Routes, quiet: Callable[[], Any]) -> None:
+        """`quiet`: returns a context in which the witness is shown no tensors."""
+        self._site = site
         self._routes = routes
-        self._slot = slot
-        self._own = origin
-        self._channel = channel
-        self._world = world
-        self._part, self._parts = part
         self._quiet = quiet
-        self._not_shared = not_shared
-        self._apart = apart
+        self._parts = site.config.shards * site.config.tensor_parallel
+        """Ranks of a cell."""
+        self._slot, self._part = divmod(site.rank, self._parts)
+        self._own = site.channel.origin // self._parts
+        self._apart = site.config.exact_gradients
+        """Gradients of other origins are kept separate."""
         self._accumulators: dict[tuple[int, int], Accumulator] = {}
         """(stage, origin) -> gradients of a batch that this rank computes alone."""
         self._sums: SharedSums | None = None
@@ -452,7 +403,6 @@ class ReroutedCall:
             stage.perform_reduce_grad(self._scale)
 
     def computed(self, origin: int) -> list[int]:
-        """Returns the microbatches of another origin that this rank computes, ascending."""
         orders = self._routes.orders.get(self._slot, ())
         return sorted({action.microbatch for action in orders if action.origin == origin})
 
@@ -467,7 +417,6 @@ class ReroutedCall:
         return Shares(rows, place, self.contributions(rows[place][1:]), self._scale)
 
     def contributions(self, rows: Sequence[Row]) -> list[Contribution]:
-        """Returns this rank's contribution to each of its rows."""
         return [self._contribution(row.origin) for row in rows]
 
     @property
@@ -490,7 +439,7 @@ class ReroutedCall:
         sharers = self._routes.sharers(self._slot, self._own)
         self._turns = {turn[:3]: turn for turn in turns}
         self._sums = SharedSums(
-            self._world.part([self._rank_in(sharer) for sharer in sharers]),
+            self._site.world.part([self._rank_in(sharer) for sharer in sharers]),
             sharers.index(self._slot),
             len(sharers),
             turns,
@@ -536,7 +485,7 @@ class ReroutedCall:
         self._modules.keep()
         self._modules.lend()
         try:
-            with self._quiet(), self._channel.as_origin(self._rank_in(origin)):
+            with self._quiet(), self._site.channel.as_origin(self._rank_in(origin)):
                 yield
         finally:
             self._modules.restore()
@@ -546,7 +495,7 @@ class ReroutedCall:
         number = (int(backward) * work.stages + source) * work.origins + action.origin
         tag = REROUTED + (number * work.microbatches + action.microbatch) * _SLOTS + position
         if position >= _SLOTS:
-            raise self._not_shared(
+            raise self._site.config.not_shared(
                 f"and a stage that sends {position + 1} tensors: at most {_SLOTS} are told apart"
             )
         return tag
@@ -563,7 +512,7 @@ class ReroutedCall:
         infos = (stage.args_recv_info if forward else stage.grad_recv_info)[chunk]
         buffers = [info.buffer for info in infos if not info.is_root_arg and info.buffer is not None]
         return [
-            self._world.recv(
+            self._site.world.recv(
                 [buffer.detach()], self._rank_in(whose), self._tag(not forward, source, action, position)
             )
             for position, buffer in enumerate(buffers)
@@ -574,8 +523,10 @@ class ReroutedCall:
         backward = action.kind != FORWARD
         for position, op in enumerate(ops):
             tag = self._tag(backward, stage.stage_index, action, position)
-            self._sends.append(self._world.send([op.tensor.detach().contiguous()], self._rank_in(to), tag))
-        self._channel.launched()
+            self._sends.append(
+                self._site.world.send([op.tensor.detach().contiguous()], self._rank_in(to), tag)
+            )
+        self._site.channel.launched()
 
     def _do(
         self, schedule: Any, stages: Mapping[int, Any], action: Action, of: Inputs, call: dict[str, Any]

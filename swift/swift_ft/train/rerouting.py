@@ -10,24 +10,18 @@ A trial in a full world checks that a trainer's step can be run for another orig
 """
 
 import math
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain
-from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
-import xxhash
 from torch.utils import _pytree as pytree
 
 from swift_ft import events, torch_private
 from swift_ft.comm.backend import Collectives
 from swift_ft.comm.groups import ReconfigurableGroup
 from swift_ft.planner import Assignment
-from swift_ft.planner.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action
 from swift_ft.state.digests import digest_of
 from swift_ft.state.digests import digests as tensor_digests
 from swift_ft.state.transfer import local
@@ -37,17 +31,14 @@ from swift_ft.train.participants import Step
 from swift_ft.train.reducer import Contribution, Row, Shares, parts_of, summed_by_origin
 from swift_ft.train.rerouted_call import (
     MESSAGES_MAX,
-    Call,
     Inputs,
-    Orders,
     ReroutedCall,
     Routes,
     Seconds,
-    call_of,
     equal_seconds,
     plan,
-    planned,
     seconds_of,
+    work_of,
 )
 from swift_ft.train.shared_replay import StepAction, unordered
 
@@ -78,177 +69,6 @@ def hooked_parameter(stages: Sequence[Any]) -> str:
     call such a hook correctly: a lost rank's peers accumulate the gradients of their microbatches separately."""
     named = (pair for stage in stages for pair in stage.submod.named_parameters())
     return next((name for name, parameter in named if torch_private.told_of_sums(parameter)), "")
-
-
-# Plans for the next loss of a rank, made ahead of it.
-#
-# Ordering a step takes milliseconds in a small job and seconds in a large one (docs/adaptive.md), and after a loss all
-# ranks would wait for it. So while it trains each rank plans, in a separate thread, for the loss of the rank that
-# follows it. Together the ranks have a plan for every loss. After a loss the rank that has the plan sends it to all.
-#
-#     (trainer's thread)  ``begin`` of a generation → ``agree`` in a degraded world → ``prepare`` → ``routes`` in each
-#                         call; ``go_on`` before each step
-#
-# The thread shares the interpreter lock with the trainer's: while it plans, the trainer's Python code is slower. So it
-# plans seldom (`plans_anew`), and does not repeat a plan while the stage times are about the same.
-#
-# Two simultaneous losses, and a loss whose plan is lost with the rank that had it, are planned for when they happen.
-
-KEPT = 8
-"""Maximum number of plans that a rank keeps. It makes one for each schedule of the trainer and each loss."""
-FIRST_PLANNED = 4
-"""The first step before which all plan again: the times of some steps are known by then."""
-_KINDS = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
-
-
-def plans_anew(step: int) -> bool:
-    """Returns whether all ranks plan ahead again before this step: steps 4, 16, 64 and so on."""
-    return step >= FIRST_PLANNED and step & (step - 1) == 0 and step.bit_length() % 2 == 1
-
-
-class PlansAhead:
-    """One rank's plans for possible losses."""
-
-    def __init__(self, slot: int, world: ReconfigurableGroup) -> None:
-        """`slot`: the number of this rank's cell, as slots of assignments here are cells (`Assignment.in_cells`)."""
-        self._slot = slot
-        self._world = world
-        self._kept: dict[Call, tuple[Seconds | None, Orders]] = {}
-        """Plans that this rank has, the newest last; other ranks may lack them. Seconds are None if another rank made
-        the plan."""
-        self._agreed: dict[Call, Orders] = {}
-        """Plans that all ranks of this generation have."""
-        self._made: SimpleQueue[tuple[Call, Seconds, Orders]] = SimpleQueue()
-        """Plans that the thread has finished."""
-        self._thread: threading.Thread | None = None
-        self._due: tuple[Assignment, Callable[[Assignment], Sequence[Call]], Seconds] | None = None
-        """Arguments of `prepare` for which no thread is started yet."""
-
-    def begin(self) -> None:
-        """(a generation begins) Discards the plans agreed on before: a new process does not have them."""
-        self._agreed, self._due = {}, None
-
-    def prepare(
-        self, assignment: Assignment, calls: Callable[[Assignment], Sequence[Call]], seconds: Seconds
-    ) -> None:
-        """Starts to plan for the loss of the following rank, or leaves that to `go_on`. `calls`: returns the calls of
-        the trainer's schedules under an assignment."""
-        self._due = assignment, calls, seconds
-        self.go_on()
-
-    def go_on(self) -> None:
-        """(before a step) Starts the thread if a plan is due and the thread is idle."""
-        if self._due is None or (self._thread is not None and self._thread.is_alive()):
-            return
-        (assignment, calls, seconds), self._due = self._due, None
-        self._take_made()
-        lost = next_lost(assignment, self._slot)
-        if lost is None:
-            return
-        members = {slot: member for slot, member in assignment.members.items() if slot != lost}
-        of_loss = calls(assignment.held_by(members).rerouted())
-        wanted = [call for call in of_loss if not self._has(call, seconds)]
-        if wanted:
-            self._thread = threading.Thread(
-                target=self._plan, args=(lost, wanted, seconds), name="swift-plans-ahead", daemon=True
-            )
-            self._thread.start()
-
-    def agree(self, calls: Sequence[Call]) -> bool:
-        """(all ranks, with the same calls) Sends each plan that some rank has to all ranks. Returns whether all calls
-        have a plan now."""
-        self._take_made()
-        calls = calls[:KEPT]
-        mine = {call: packed(self._kept[call][1]) for call in calls if call in self._kept}
-        own = torch.zeros(KEPT, 2, dtype=torch.int64)  # the same size on all ranks
-        for row, call in enumerate(calls):
-            own[row, 0] = _digest(call)
-            own[row, 1] = len(mine[call]) if call in mine else 0
-        told = self._world.gathered(own)
-        for row, call in enumerate(calls):
-            place = next((place for place, rows in enumerate(told) if rows[row, 1]), None)
-            if place is None or any(rows[row, 0] != own[row, 0] for rows in told):
-                continue
-            numbers = mine.get(call)
-            if numbers is None or len(numbers) != told[place][row, 1]:
-                numbers = torch.empty(int(told[place][row, 1]), dtype=torch.int32)
-            self._world.run(partial(_broadcast, numbers, place))
-            self._agreed[call] = unpacked(numbers)
-            if call not in mine:
-                self._keep(call, None, self._agreed[call])
-        return len(self._agreed) == len(set(calls))
-
-    def routes(self, call: Call, seconds: Seconds) -> Routes:
-        """Returns the routes of the plan that all ranks have, or of one that is made now."""
-        orders = self._agreed.get(call)
-        return plan(call, seconds) if orders is None else Routes(call.work(seconds), orders)
-
-    # --- ---
-
-    def _plan(self, lost: int, calls: Sequence[Call], seconds: Seconds) -> None:
-        for call in calls:
-            began = time.thread_time()
-            self._made.put((call, seconds, planned(call, seconds).orders))
-            events.emit("planned_ahead", rank=self._slot, lost=lost, cpu_s=time.thread_time() - began)
-
-    def _take_made(self) -> None:
-        while not self._made.empty():
-            self._keep(*self._made.get())
-
-    def _has(self, call: Call, seconds: Seconds) -> bool:
-        made = self._kept[call][0] if call in self._kept else None
-        return made is not None and alike(made, seconds)
-
-    def _keep(self, call: Call, seconds: Seconds | None, orders: Orders) -> None:
-        self._kept.pop(call, None)
-        self._kept[call] = seconds, orders
-        while len(self._kept) > KEPT:
-            del self._kept[next(iter(self._kept))]
-
-
-def next_lost(assignment: Assignment, slot: int) -> int | None:
-    """Returns the rank whose loss this one plans for: the next one, cyclically, that has a peer. None without one."""
-    there = assignment.occupied
-    behind = there[there.index(slot) + 1 :] + there[: there.index(slot)]
-    return next((other for other in behind if len(assignment.group(other)) > 1), None)
-
-
-def alike(one: Seconds, other: Seconds) -> bool:
-    """Returns whether no part differs by more than a fifth of a mean forward, so that a plan for one serves the
-    other."""
-    pairs = zip(chain.from_iterable(one), chain.from_iterable(other), strict=True)
-    return all(abs(before - now) <= 0.2 for before, now in pairs)
-
-
-def packed(orders: Orders) -> torch.Tensor:
-    """Encodes orders as int32: for each slot its number, the number of its actions, and four numbers per action."""
-    numbers: list[int] = []
-    for slot, actions in orders.items():
-        numbers += (slot, len(actions))
-        for kind, stage, origin, microbatch in actions:
-            numbers += (_KINDS.index(kind), stage, origin, microbatch)
-    return torch.tensor(numbers, dtype=torch.int32)
-
-
-def unpacked(numbers: torch.Tensor) -> Orders:
-    """Decodes the result of `packed`."""
-    orders: dict[int, tuple[Action, ...]] = {}
-    rest = iter(numbers.tolist())
-    for slot in rest:
-        count = next(rest)
-        orders[slot] = tuple(
-            Action(_KINDS[next(rest)], next(rest), next(rest), next(rest)) for _ in range(count)
-        )
-    return orders
-
-
-def _broadcast(numbers: torch.Tensor, root: int, collectives: Collectives) -> None:
-    collectives.broadcast(numbers, root)
-
-
-def _digest(call: Call) -> int:
-    """Returns a digest that is equal for equal calls, also between ranks."""
-    return xxhash.xxh3_64_intdigest(repr(tuple(call)).encode()) >> 1
 
 
 # Trial of a degraded step in a full world: its results are compared with those of the full world.
@@ -364,7 +184,6 @@ def _differ(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 
 def _bits(value: Any) -> bytes:
-    """Returns a digest of dtypes, shapes and bits of all tensors in `value`."""
     leaves = [
         local(leaf) for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)
     ]
@@ -399,12 +218,11 @@ class Rerouting(Adoption):
         """The call under way is the trial of split backwards."""
         self._seconds: Seconds | None = None
         """Stage times that all ranks agreed on at the beginning of this generation."""
-        self._parts = self._config.shards * self._config.tensor_parallel
+        self._routes: dict[tuple[int, tuple[int, ...], bool], Routes] = {}
+        """Of this generation: schedule, ranks that are present, whether backwards are split -> routes."""
+        self._parts = self._site.config.shards * self._site.config.tensor_parallel
         """Ranks of a cell. Calls are planned in cells (`Assignment.in_cells`), whose ranks all do the same."""
         self._cell, self._shard = divmod(self._slot, self._parts)
-        self._plans = PlansAhead(self._cell, self._world)
-        self._weights_share: dict[int, float] = {}
-        """Stage -> share of the weight gradients in the time of a split backward."""
         self._stops = False
         """The step under way ends after its training call of the schedule, and is taken back."""
         self._evaluates = False
@@ -421,47 +239,40 @@ class Rerouting(Adoption):
         """(id, version) of each gradient after the schedule's call, to detect changes. None: no check is needed."""
 
     def resume(self, *, at_start: bool) -> None:
-        """Extends `Adoption.resume`."""
         super().resume(at_start=at_start)
         self._looks_again = at_start
 
     def check(self) -> None:
         """Extends `Adoption.check`. Raises UsageError for a schedule whose calls cannot be rerouted."""
-        if not self._state.schedules:
-            raise self._config.not_shared("without a pipeline schedule: microbatches are shared")
-        for schedule in self._state.schedules:
-            replicas = self._config.replicas
-            if problem := problem_of(schedule, replicas, exact_gradients=self._config.exact_gradients):
-                raise self._config.not_shared(f"with {type(schedule).__name__}: {problem}")
+        if not self._site.state.schedules:
+            raise self._site.config.not_shared("without a pipeline schedule: microbatches are shared")
+        for schedule in self._site.state.schedules:
+            replicas = self._site.config.replicas
+            if problem := problem_of(schedule, replicas, exact_gradients=self._site.config.exact_gradients):
+                raise self._site.config.not_shared(f"with {type(schedule).__name__}: {problem}")
         super().check()
 
     def shares(self) -> Shares | None:
-        """Implements `Adoption.shares`."""
         assignment = self._assignment()
         if not assignment.adopted:
             return None
         if self._call is None:
-            raise self._config.not_shared(
+            raise self._site.config.not_shared(
                 "and gradients that no call of the schedule has made: it is called once in each step"
             )
-        if not self._config.exact_gradients:
+        if not self._site.config.exact_gradients:
             return None
         cells = [slot // self._parts for slot in assignment.data(self._slot)]
         replicas = [self._replica(assignment, cell) for cell in cells]
         return self._call.shares(cells, replicas)
 
     def before_step(self, step: Step) -> None:
-        """Extends `Adoption.before_step`."""
         self._call, self._inputs, self._calls, self._made = None, {}, 0, None
         super().before_step(step)
 
     def _compute_adopted(self, step: Step) -> None:
         if self._begins:
             self._begin(step)
-        elif plans_anew(step.number) and not self._assignment().vacant:
-            self._prepare(self._told_seconds())
-        else:
-            self._plans.go_on()
         self._inputs = self._inputs_of(self._assignment(), step)
 
     def _inputs_of(self, assignment: Assignment, step: Step) -> dict[int, Inputs]:
@@ -480,7 +291,7 @@ class Rerouting(Adoption):
     def before_reduction(self) -> None:
         made, self._made = self._made, None
         if made is not None and made != self._versions():
-            raise self._config.not_shared(
+            raise self._site.config.not_shared(
                 "and a train_step that changes gradients between schedule.step and their reduction: those that others "
                 "compute for a lost rank would stay as they are",
                 "call session.reduce_gradients() first",
@@ -488,50 +299,45 @@ class Rerouting(Adoption):
         super().before_reduction()
 
     def _versions(self) -> list[tuple[int, int]]:
-        parameters = chain.from_iterable(stage.submod.parameters() for stage in self._state.stages)
+        parameters = chain.from_iterable(stage.submod.parameters() for stage in self._site.state.stages)
         return [(id(p.grad), p.grad._version) for p in parameters if p.grad is not None]
 
     def end_step(self, step: Step) -> None:
-        """Extends `Adoption.end_step`. Raises UsageError if the step has called the schedule more than once."""
         super().end_step(step)
         if self._calls > 1:
-            raise self._config.not_shared(_ONE_CALL)
+            raise self._site.config.not_shared(_ONE_CALL)
         if self._looks_again:
             self._looks_again = False
             self._check_hooks(step.number)
 
     def _begin(self, step: Step) -> None:
-        """(first step of a generation) Runs trials if due, and agrees on stage times and plans."""
+        """(first step of a generation) Runs trials if due. In a degraded world, agrees on stage times."""
         self._begins, self._seconds = False, None
-        self._plans.begin()
+        self._routes.clear()
         self._agree_on_shapes()
         self._check_hooks(step.number)
         if not self._assignment().adopted:
             if self._try_due():
                 self._try_all(step)
-            self._prepare(self._told_seconds())
             return
         # A process that joins a degraded world cannot run the trial. Its peers, with the same stages, have run it.
         own = torch.tensor([self._tried], dtype=torch.uint8)
         if not any(map(bool, self._data.gathered(own))):
-            self._differs(
+            self._site.member.say_differs(
                 step.number, "nobody was left to try out whether one rank can compute another's batches"
             )
         # A process that has joined since the trial does not know its result.
         (whole, split) = (_WHOLE, _SPLIT) if self._splits is not None else (0, 0)
         known = torch.tensor([split if self._splits else whole], dtype=torch.uint8)
-        self._splits = max(int(each) for each in self._world.gathered(known)) == _SPLIT
+        self._splits = max(int(each) for each in self._site.world.gathered(known)) == _SPLIT
         self._seconds = self._told_seconds()
-        ahead = self._plans.agree(self._calls_of(self._assignment()))
         events.emit(
             "planned_by",
             rank=self._slot,
             step=step.number,
             splits=self._splits,
             seconds=self._seconds,
-            ahead=ahead,
         )
-        self._prepare(self._seconds)
 
     def _try_all(self, step: Step) -> None:
         """(all ranks of a full world) Runs all trials. If a loss interrupts them, `_tried` keeps its value."""
@@ -548,10 +354,10 @@ class Rerouting(Adoption):
 
     def _check_hooks(self, step: int) -> None:
         """Refuses hooks on accumulated gradients. A trial would miss a hook that acts only on later steps' sums."""
-        name = hooked_parameter(self._state.stages if self._config.exact_gradients else ())
+        name = hooked_parameter(self._site.state.stages if self._site.config.exact_gradients else ())
         if not name:
             return
-        error = self._config.not_shared(
+        error = self._site.config.not_shared(
             "and a hook that is called when a gradient has been added up "
             f"(register_post_accumulate_grad_hook of {name!r}): a lost rank's peers add those of their microbatches "
             "apart from each other",
@@ -560,24 +366,20 @@ class Rerouting(Adoption):
         )
         if self._at_start:
             raise error
-        self._differs(step, str(error))
+        self._site.member.say_differs(step, str(error))
 
     def _stage_count(self) -> int:
         """Returns the schedule's number of stages. (This process's assignment counts each stage group as one.)"""
-        (schedule, *_) = self._state.schedules
+        (schedule, *_) = self._site.state.schedules
         return int(torch_private.schedule_stages(schedule)[0].num_stages)
 
     def _told_seconds(self) -> Seconds:
         """(all ranks) Returns the stage times from the measurements of all ranks. Equal at all ranks, which plan by
         them."""
-        own = torch.full((self._stage_count(), 3), math.nan, dtype=torch.float64)
-        for stage, taken in self._channel.profile.stage_seconds().items():
-            share = self._weights_share.get(stage, math.nan)
-            own[stage] = torch.tensor([*taken, share], dtype=torch.float64)
-        return seconds_of(self._world.gathered(own))
-
-    def _prepare(self, seconds: Seconds) -> None:
-        self._plans.prepare(self._assignment().in_cells(), self._calls_of, seconds)
+        own = torch.full((self._stage_count(), 2), math.nan, dtype=torch.float64)
+        for stage, taken in self._site.channel.profile.stage_seconds().items():
+            own[stage] = torch.tensor(taken, dtype=torch.float64)
+        return seconds_of(self._site.world.gathered(own))
 
     def _try_to_split(self, in_torchs_way: Left, step: Step) -> None:
         """Checks that split backwards give each rank the same bits as the schedule; degraded steps then use them.
@@ -585,20 +387,18 @@ class Rerouting(Adoption):
         They usually do. Exceptions are parameters that are used in a sum or twice (`x @ (a + b)`), for which torch 2.13
         computes wrong gradients in a split backward, and stages with hooks that a split backward does not call.
         """
-        equal, must = False, next(filter(torch_private.splits_backward, self._state.schedules), None)
-        if self._config.split_backward or must is not None:
+        equal, must = False, next(filter(torch_private.splits_backward, self._site.state.schedules), None)
+        if self._site.config.split_backward or must is not None:
             self._trying = True
             try:
                 left = self._left_by_call(step)
             finally:
                 self._trying, self._call = False, None
-            taken = self._channel.profile.backwards()  # times of this call only
-            self._weights_share = {stage: part / whole for stage, (whole, part) in taken.items() if part > 0}
-            equal = not trial_difference(self._state.stages, in_torchs_way, left)
+            equal = not trial_difference(self._site.state.stages, in_torchs_way, left)
         told = torch.tensor([equal], dtype=torch.uint8)
-        self._splits = all(bool(each) for each in self._world.gathered(told))
+        self._splits = all(bool(each) for each in self._site.world.gathered(told))
         if must is not None and not self._splits:
-            raise self._config.not_shared(
+            raise self._site.config.not_shared(
                 f"with {type(must).__name__}: where each microbatch's gradients are computed by themselves, they "
                 "have other bits"
             )
@@ -606,16 +406,16 @@ class Rerouting(Adoption):
 
     def _try_vacancies(self, in_torchs_way: Left, step: Step) -> None:
         """Checks that a degraded step would have the same bits. Refuses the trainer if not."""
-        assignment, stages = self._assignment(), self._state.stages
+        assignment, stages = self._assignment(), self._site.state.stages
         if assignment.vacant:
             return  # vacant but not adopted: other ranks never compute a lost rank's batch
-        if not self._config.exact_gradients:
+        if not self._site.config.exact_gradients:
             return  # other bits are allowed, and memory may not suffice to keep gradients separate
         # Ranks whose slots count as vacant do not call the schedule, so all ranks must decide alike.
-        evaluates = self._world.gathered(torch.tensor([self._evaluates], dtype=torch.uint8))
+        evaluates = self._site.world.gathered(torch.tensor([self._evaluates], dtype=torch.uint8))
         if any(bool(each) for each in evaluates):
             if self._at_start:
-                raise self._config.not_shared(_ONE_CALL)
+                raise self._site.config.not_shared(_ONE_CALL)
             return  # a recovery has led to such a step, and the world is full
         pretended = with_vacancies(assignment)
         routes, here = self._routes_of(pretended, self._schedule), self._slot in pretended.members
@@ -631,7 +431,7 @@ class Rerouting(Adoption):
         theirs = summed(self._data, stages, rows, mine, torch_private.schedule_grad_scale(self._schedule))
         if not here:
             left = in_torchs_way._replace(gradients=theirs)
-        told = all_told(self._world, trial_difference(stages, in_torchs_way, left))
+        told = all_told(self._site.world, trial_difference(stages, in_torchs_way, left))
         events.emit(
             "vacancies_tried",
             rank=self._slot,
@@ -669,20 +469,20 @@ class Rerouting(Adoption):
         results of the call."""
         self._stops, self._evaluates = True, False
         try:
-            return self._carried_out(self._channel.origin, step, self._what_is_left)
+            return self._carried_out(self._site.channel.origin, step, self._what_is_left)
         finally:
             self._stops = False
 
     def _what_is_left(self) -> Left:
         left, self._left = self._left, None
         if left is None:
-            raise self._config.not_shared(_NO_CALL)
+            raise self._site.config.not_shared(_NO_CALL)
         return left
 
     def _taken(self) -> Inputs:
         taken, self._captured = self._captured, None
         if taken is None:
-            raise self._config.not_shared(_NO_CALL)
+            raise self._site.config.not_shared(_NO_CALL)
         return taken
 
     def reroute(self, schedule: Any, inner: Callable[[], Any], arguments: dict[str, Any]) -> Any:
@@ -692,7 +492,7 @@ class Rerouting(Adoption):
         entering = [value for name, value in arguments.items() if name != "losses"]
         tensors = (leaf for leaf in pytree.tree_leaves(entering) if isinstance(leaf, torch.Tensor))
         if any(tensor.requires_grad for tensor in tensors):
-            raise self._config.not_shared(
+            raise self._site.config.not_shared(
                 "and an input of the schedule that requires a gradient: nobody would compute it for another rank",
                 "detach it, or compute it inside of the stage",
             )
@@ -711,11 +511,11 @@ class Rerouting(Adoption):
             raise Computed
         trains = all(stage.has_backward for stage in torch_private.schedule_stages(schedule))
         self._schedule = schedule if trains else self._schedule
-        self._calls += trains and not (self.under_way or self._channel.rehearsing)
+        self._calls += trains and not (self.under_way or self._site.channel.rehearsing)
         self._evaluates = self._evaluates or (self._stops and not trains)
         given = self._called(schedule, inner, arguments, trains=trains)
         if self._stops and trains:
-            self._left = left_by(schedule, arguments, self._state.stages, self._state.objects)
+            self._left = left_by(schedule, arguments, self._site.state.stages, self._site.state.objects)
             raise Computed
         return given
 
@@ -726,34 +526,24 @@ class Rerouting(Adoption):
         if not assignment.adopted and not (self._trying and trains):
             return self._in_torchs_way(schedule, inner)
         if self._calls > 1 or not trains:
-            raise self._config.not_shared(_ONE_CALL)
-        apart = self._config.exact_gradients
-        self._call = ReroutedCall(
-            self._routes_of(assignment, schedule),
-            self._cell,
-            self._channel.origin // self._parts,
-            self._channel,
-            self._world,
-            part=(self._shard, self._parts),
-            quiet=self._quietly,
-            apart=apart,
-            not_shared=self._config.not_shared,
-        )
-        if not (apart or self._trying):
+            raise self._site.config.not_shared(_ONE_CALL)
+        channel = self._site.channel
+        self._call = ReroutedCall(self._site, self._routes_of(assignment, schedule), self._quietly)
+        if not (self._site.config.exact_gradients or self._trying):
             self._answers.name(
-                self._channel.step, "gradients of a lost rank's microbatches were added to other ranks' own"
+                channel.step, "gradients of a lost rank's microbatches were added to other ranks' own"
             )
-        rehearsing, self._channel.rehearsing = self._channel.rehearsing, True  # never replayed, so not logged
+        rehearsing, channel.rehearsing = channel.rehearsing, True  # never replayed, so not logged
         try:
             self._call.run(schedule, arguments, self._inputs)
         finally:
-            self._channel.rehearsing = rehearsing
+            channel.rehearsing = rehearsing
         for replica in self._inputs if self._pretended is None else ():
             mine = self._call.computed(replica)
             events.emit(
                 "adopted_step",
                 rank=self._slot,
-                step=self._channel.step,
+                step=channel.step,
                 origin=replica * self._parts + self._shard,
                 microbatches=mine,
                 gradient_bytes=self._call.bytes_max,
@@ -765,29 +555,20 @@ class Rerouting(Adoption):
         return assignment.slots[cell * self._parts].dp_rank // self._parts
 
     def _routes_of(self, assignment: Assignment, schedule: Any) -> Routes:
-        seconds = self._seconds or equal_seconds(self._stage_count())
-        return self._plans.routes(self._call_of(assignment, schedule), seconds)
-
-    def _calls_of(self, assignment: Assignment) -> list[Call]:
-        return [
-            self._call_of(assignment, schedule)
-            for schedule in self._state.schedules
-            if torch_private.trains(schedule)
-        ]
-
-    def _call_of(self, assignment: Assignment, schedule: Any) -> Call:
-        return call_of(
-            assignment.in_cells(),
-            schedule,
-            split=self._trying or bool(self._splits),
-            memory=self._config.adaptive_memory,
-            staggered=self._config.staggered,
-        )
+        """Returns who computes what when, which all ranks plan alike."""
+        split, config = self._trying or bool(self._splits), self._site.config
+        key = id(schedule), assignment.occupied, split
+        if key not in self._routes:
+            seconds = self._seconds or equal_seconds(self._stage_count())
+            memory = config.adaptive_memory
+            work = work_of(assignment.in_cells(), schedule, seconds, split=split, memory=memory)
+            self._routes[key] = plan(work, staggered=config.staggered)
+        return self._routes[key]
 
     def _in_torchs_way(self, schedule: Any, inner: Callable[[], Any]) -> Any:
         given = inner()
         if any(rerouted_call.skips_stages(stage) for stage in torch_private.schedule_stages(schedule)):
-            raise self._config.not_shared(
+            raise self._site.config.not_shared(
                 "and a stage that passes tensors by a stage: they go from one stage to the next"
             )
         self._made = self._versions()

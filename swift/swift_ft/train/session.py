@@ -50,7 +50,7 @@ from swift_ft.train.engine import Engine
 from swift_ft.train.fault_points import FaultInjector
 from swift_ft.train.log_session import OwnLog
 from swift_ft.train.lossy import CutStep, World
-from swift_ft.train.participants import Participant, TrainStep
+from swift_ft.train.participants import Participant, Site, TrainStep
 from swift_ft.train.pipeline_collectives import Crossing
 from swift_ft.train.recording import Recording, ThoroughWatch
 from swift_ft.train.reducer import Reducer, Shares, is_ordered
@@ -62,7 +62,6 @@ from swift_ft.train.stage import LoggedPipelineStage, adopt, inferred_whole, log
 from swift_ft.train.staggering import Staggering
 from swift_ft.train.step import Ending, Lines
 from swift_ft.train.step_digests import Witness, watch_forwards
-from swift_ft.train.strategies import Site
 from swift_ft.train.tape import Tape
 from swift_ft.train.tied_weights import Ties
 from swift_ft.train.training_state import TrainerState
@@ -486,8 +485,8 @@ class Session:
         `checkpoint_dir` is not writable.
 
         Two parts may depend on each other: the updates call the vote, which belongs to the engine, and the engine is
-        created from the state that has the updates. Then one part has a `Hook` (`swift_ft.train.hook`), or looks the
-        value up at each call: a generation's store and assignment exist only once there is a generation.
+        created from the state that has the updates. Then one part has an attribute that is set here, or looks the value
+        up at each call: a generation's store and assignment exist only once there is a generation.
         """
         logs: list[OwnLog] = []  # the groups hold the backend, and must not keep the engine alive
 
@@ -534,14 +533,14 @@ class Session:
         )
         channel.readings.arrivals = lambda: communicator.fabric
         channel.finishes_cut_steps = config.finishes_cut_steps
-        losses = Losses(rank, config.non_finite_loss, channel)
+        losses = Losses(config.non_finite_loss, channel)
         witness = Witness(
             member.say_differs,
             lambda: communicator.broken is not None,
             losses.check,
             readings=channel.readings,
         )
-        channel.watch(witness)
+        channel.witness = witness
         tape = Tape(witness)
         for group in groups.values():
             group.tape = tape
@@ -553,12 +552,9 @@ class Session:
         updates = Updates(
             config,
             reducer,
-            faults,
             ties=Ties(channel, groups["pipeline"]),
             cut_step=cut_step,
             channel=channel,
-            check=member.check,
-            groups_whole=communicator.check_whole,
             votes=assignment.dp_size > 1,
         )
         replicate = groups.get("replicate", groups["data"])
@@ -566,9 +562,6 @@ class Session:
         state.iterators.install()
         state.checkpoints = store.newest_first
         watch = ThoroughWatch(witness, state.stages, state.parameter_names)
-        recording = Recording(
-            rank, config, witness, watch, tape, channel.note, lambda: updates.held, state.begun_with
-        )
         site = Site(
             rank=rank,
             config=config,
@@ -581,19 +574,11 @@ class Session:
             store=store,
             faults=faults,
         )
-        loaders, log = OriginLoaders(), OwnLog(rank, config, member, channel)
+        recording = Recording(site, witness, watch, tape)
+        loaders, log = OriginLoaders(), OwnLog(site)
         logs.append(log)
-
-        saving = Saving(
-            rank,
-            member,
-            state,
-            store,
-            recording,
-            sync=config.checkpoint_mode == "sync",
-            config=config.agreed(),
-        )
-        ending = Ending(rank, member, state, store, saving, saves=config.last_checkpoint)
+        saving = Saving(site, recording)
+        ending = Ending(site, saving)
         lines = Lines(lines_directory(checkpoint_dir) / "metrics" / f"rank{rank}.jsonl")
         audit = None
         if assignment.replicas > 1 and may_copy(config.strategy):
@@ -601,22 +586,11 @@ class Session:
         adoption = None
         if config.redistributes:
             kind = Rerouting if config.reroutes else Adoption
-            adoption = kind(
-                config, rank, channel, state, assigned, groups, world, witness, member.say_differs, loaders
-            )
+            adoption = kind(site, assigned, groups, witness, loaders)
         if config.staggered:
-            site.staggering = Staggering(rank, member, state, world, assigned, channel)
+            site.staggering = Staggering(site, assigned)
         if config.steps_to_snapshot:
-            site.snapshots = Snapshots(
-                rank,
-                config.steps_to_snapshot,
-                member,
-                state,
-                world,
-                faults,
-                RecoveryGroups.parse(config.groups),
-                lambda: engine.membership,
-            )
+            site.snapshots = Snapshots(site, lambda: engine.membership)
         # In this order: recordings begin before other parts change the state; a version is compared before it is saved;
         # snapshots come last, because a rank that is lost in one must not cost a checkpoint. (No job has both snapshots
         # and batches of lost ranks.)
@@ -655,35 +629,26 @@ class Session:
             for participant in participants:
                 participant.before_reduction()
 
-        updates.unreduced.bind(watch.gradients)
-        updates.before_update.bind(before_update)
-        updates.before_reduction.bind(before_reduction)
-        updates.reduced.bind(engine.wait_vote)
-        cut_step.held_over.bind(engine.held_over)
-        gate.bind(channel, updates, participants)
-        self._set_up = SetUp(
-            rank,
-            engine.membership,
-            engine.failures,
-            lambda: communicator.store,
-            alone=warm_up.is_warming_up(),
-        )
-        gate.set_up.bind(self._set_up.begin)
+        updates.unreduced = watch.gradients
+        updates.before_update = before_update
+        updates.before_reduction = before_reduction
+        updates.reduced = engine.wait_vote
+        cut_step.held_over = engine.held_over
+        gate.channel, gate.updates, gate.participants = channel, updates, participants
+        self._set_up = SetUp(site, engine.membership, engine.failures, alone=warm_up.is_warming_up())
+        gate.set_up = self._set_up.begin
         torch_private.carry_objects_by(set_up.encoded, set_up.decoded, lambda: not gate.over)
         torch_private.split_by_new_groups(lambda: not gate.over)
-        shadow = (rank, member.client, communicator, channel, state, store, witness)
         self._shadow: Shadow | None = None
         """Run of a process that holds no rank (a warm-up or a rehearsal); None in a rank."""
         if warm_up.is_warming_up():
-            self._shadow = Warming(*shadow)
+            self._shadow = Warming(site, witness)
             if warm_up.this_run().rehearses:
-                self._shadow = Rehearsal(
-                    *shadow, watch=watch, tape=tape, seed=config.seed, stall_s=config.replay_stall_s
-                )
+                self._shadow = Rehearsal(site, witness, watch, tape)
         self._gate, self.groups = gate, groups
         self._channel, self._updates, self._state = channel, updates, state
         self._origin_loaders, self._losses, self._lines, self._engine = loaders, losses, lines, engine
-        self._crossing = Crossing(channel, updates, groups, site.staggering, state.objects)
+        self._crossing = Crossing(site, groups)
         self._reroute: Callable[..., object] | None = None if adoption is None else adoption.reroute
         """Runs calls of a schedule in which ranks are missing."""
 

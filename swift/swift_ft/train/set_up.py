@@ -18,13 +18,12 @@ Objects are carried as JSON, so nothing that another process sends is unpickled.
 import json
 from base64 import b64decode, b64encode
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed import Store  # type: ignore[attr-defined]
 
 from swift_ft import events, torch_private
 from swift_ft.comm.backend import Collective, Collectives
@@ -37,6 +36,7 @@ from swift_ft.state.tensors import as_bytes, byte_view, dtype_name, plain
 from swift_ft.text import tell
 from swift_ft.train.failures import Failures
 from swift_ft.train.generation import Membership
+from swift_ft.train.participants import Site
 
 KEPT_BYTES = 64 << 10
 """Maximum size of a result that is kept for processes that come later."""
@@ -48,20 +48,11 @@ _OF_PARAMETERS = ("broadcast", "scatter", "all_gather", "all_gather_into_tensor"
 class SetUp:
     """Runs the collectives of one process before `session.run`, or answers them."""
 
-    def __init__(
-        self,
-        rank: int,
-        membership: Membership,
-        failures: Failures,
-        store: Callable[[], Store],
-        *,
-        alone: bool,
-    ) -> None:
-        """`store` of the current generation. `alone`: this process holds no rank (a warm-up or a rehearsal)."""
-        self._rank = rank
+    def __init__(self, site: Site, membership: Membership, failures: Failures, *, alone: bool) -> None:
+        """`alone`: this process holds no rank (a warm-up or a rehearsal)."""
+        self._site, self._rank = site, site.rank
         self._membership = membership
         self._failures = failures
-        self._store = store
         self._alone = alone
         self._numbers: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
@@ -136,9 +127,9 @@ class SetUp:
 
     def _agree(self, made: Sequence[str]) -> None:
         key, mine = "set-up/groups", json.dumps({"made": list(made)} | self._signed())
-        told = json.loads(self._store().compare_set(key, "", mine))
+        told = json.loads(self._site.communicator.store.compare_set(key, "", mine))
         if not self._holds(told):
-            told = json.loads(self._store().compare_set(key, json.dumps(told), mine))
+            told = json.loads(self._site.communicator.store.compare_set(key, json.dumps(told), mine))
         ours, theirs = [*made, "none"], [*told["made"], "none"]
         for number, (own, other) in enumerate(zip(ours, theirs, strict=False), start=1):
             if own != other:
@@ -188,7 +179,7 @@ class SetUp:
         }
 
     def _put(self, key: str, told: dict[str, Any]) -> None:
-        self._store().set(key, json.dumps(told | self._signed()))
+        self._site.communicator.store.set(key, json.dumps(told | self._signed()))
 
     def _signed(self) -> dict[str, int]:
         return {"newest": max(self._membership.members())}
@@ -206,12 +197,12 @@ class SetUp:
         return told if self._holds(told) and told["generation"] < self._membership.generation else None
 
     def _read(self, key: str) -> dict[str, Any] | None:
-        there = self._store().check([key])
+        there = self._site.communicator.store.check([key])
         while self._alone and not there:  # the job's ranks come there as well; the store bounds the wait
-            there = self._store().check([key])
+            there = self._site.communicator.store.check([key])
         if not there:
             return None
-        told: dict[str, Any] = json.loads(self._store().get(key))
+        told: dict[str, Any] = json.loads(self._site.communicator.store.get(key))
         return told
 
 
@@ -241,7 +232,6 @@ class SetUpWork(torch_private.Work):
         self._over = False
 
     def submit(self, generation: int) -> None:
-        """Starts it in this generation."""
         self._generation = generation
         if self.alike:
             self._task = self._group.submit(self._run)

@@ -1,14 +1,14 @@
 """Shared replay on the owner: the rank whose stages are replayed while helpers compute some of the microbatches.
 
     ask → offers → the line is formed
-    every step: the trainer's own step, in which the stages query the owner's share (`swift_ft.train.stage.Share`)
+    every step: the trainer's own step, in which the stages query the owner's share
     leave → the helpers go back to their own stages; the rest is replayed alone
 
 A step that helpers could not compute as this rank would is detected before it is computed; the helpers then leave.
 """
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,7 +25,6 @@ from swift_ft.planner import Help
 from swift_ft.planner.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from swift_ft.state.tensors import differ
 from swift_ft.state.tree import dtype_of
-from swift_ft.train.boundary_log import Channel
 from swift_ft.train.gradient_chain import (
     Addends,
     GradientChain,
@@ -40,6 +39,7 @@ from swift_ft.train.gradient_chain import (
     tied,
     together,
 )
+from swift_ft.train.participants import Site
 from swift_ft.train.stage import LoggedPipelineStage
 from swift_ft.train.training_state import TrainerState
 
@@ -99,7 +99,6 @@ class StepAction(NamedTuple):
 
 
 def of_share(actions: Iterable[StepAction], share: Collection[int]) -> list[StepAction]:
-    """Returns the actions of the microbatches in `share`, in their order."""
     return [action for action in actions if action.microbatch in share]
 
 
@@ -217,27 +216,16 @@ class Helped:
 class Owner:
     """The owner's side of a shared replay.
 
-    (restorer) ``ask`` → ``gather`` → per step ``at`` → … → ``close``; (stage) the methods of `Share`
+    (restorer) ``ask`` → ``gather`` → per step ``at`` → … → ``close``; (stage) ``begin`` and what follows it
     """
 
-    def __init__(
-        self,
-        rank: int,
-        help: Help,
-        wire: Wire,
-        channel: Channel,
-        state: TrainerState,
-        check: Callable[[], None],
-    ):
-        self._rank = rank
+    def __init__(self, site: Site, help: Help):
+        self._site = site
         self._help = help
         self._until = help.until
         self._asked = tuple(help.helpers)
-        self._post = Post(wire)
-        self._channel = channel
-        self._check = check
-        self._state = state
-        (schedule,) = state.schedules
+        self._post = Post(site.world)
+        (schedule,) = site.state.schedules
         self._stages = torch_private.schedule_stages(schedule)
         self._last = next((stage for stage in self._stages if stage.is_last), None)
         self._module = together(self._stages)
@@ -283,15 +271,15 @@ class Owner:
         declined = {str(helper): offer["why"] for helper, offer in offers.items() if offer["why"]}
         count = workers(microbatches, 1 + len(able))
         if count > 1 and (lacking := self._lacks_memory(len(shares(microbatches, count)[-1]))):
-            declined[str(self._rank)] = lacking
+            declined[str(self._site.rank)] = lacking
             count = 1
         self._helpers = tuple(able[: count - 1])
         for helper in self._asked:
             if helper not in self._helpers:
                 self._post.note(helper, None)
         each = shares(microbatches, count)
-        line = (*self._helpers, self._rank)
-        actions = actions_of(self._state)
+        line = (*self._helpers, self._site.rank)
+        actions = actions_of(self._site.state)
         assert actions is not None, "nobody owns a shared replay of an unknown schedule"
         for helper, part in zip(self._helpers, each, strict=False):
             begin: dict[str, Any] = {
@@ -303,15 +291,15 @@ class Owner:
             begin["actions"] = one_by_one(of_share(actions, part))
             self._post.note(helper, begin)
         sizes = [len(part) for part in each]
-        _tell_begin(self._rank, generation, self._helpers, sizes, self._help, declined)
+        _tell_begin(self._site.rank, generation, self._helpers, sizes, self._help, declined)
         if not self._helpers:
             return
         self._own = own = each[-1]
-        self._line = GradientChain(self._post, line, self._rank, self._check)
+        self._line = GradientChain(self._post, line, self._site.rank, self._site.member.check)
         for stage in self._stages:
             stage.share = self
         share = ReadFilter(first=own.start, behind=own.stop, of=microbatches, below_step=self._until)
-        self._channel.want(share, from_version)
+        self._site.channel.want(share, from_version)
 
     def _lacks_memory(self, share: int) -> str:
         weights = sum(parameter.nbytes for parameter in self._module.parameters())
@@ -340,27 +328,27 @@ class Owner:
         self._post.wait_sent()
         self.close()
         events.emit(
-            "help_end", rank=self._rank, generation=self._generation, steps=self.helped.steps, reason=why
+            "help_end", rank=self._site.rank, generation=self._generation, steps=self.helped.steps, reason=why
         )
 
-    # --- called by the stages (`Share`) ---
+    # --- called by the stages ---
 
     def begin(self, stage: Any, args: tuple[Any, ...], kwargs: dict[str, Any], saves_output: bool) -> None:
-        """Implements `Share.begin`: at a step's first forward, notifies the helpers and passes them the weights.
+        """(a forward) At a step's first one, notifies the helpers and passes them the weights. The inputs are external.
 
         If the step cannot be shared, the helpers leave, and this rank goes on alone.
         """
         if self.begun(stage):
             return
-        self._begun = self._channel.step
+        self._begun = self._site.channel.step
         first = any(stage.is_first for stage in self._stages)
         if why := self._unfit(args if first else (), kwargs, saves_output):
             self._leave(why)
-            self._channel.want(None, self._channel.step)
+            self._site.channel.want(None, self._site.channel.step)
             return
         assert self._line is not None
         note = {
-            "step": self._channel.step,
+            "step": self._site.channel.step,
             "args": len(args) if first else 0,
             "kwargs": list(kwargs),
             **module_modes(self._module),
@@ -377,21 +365,26 @@ class Owner:
         self._sharing = True
 
     def begun(self, stage: Any) -> bool:
+        """Returns whether the schedule's current call is distributed over the ranks already."""
         # In a second call of a schedule within a step, gradients of the first call exist already.
-        return stage.call > 0 or self._begun == self._channel.step
+        return stage.call > 0 or self._begun == self._site.channel.step
 
     def skips(self, mb: int) -> bool:
+        """Returns whether another rank computes the microbatch."""
         return self._sharing and mb not in self._own
 
     def loss(self, mb: int) -> torch.Tensor:
+        """Returns the loss of a skipped microbatch. `combine` fills in its value."""
         assert self._last is not None
         return self._losses.setdefault(mb, torch.empty_like(self._last.loss_like))
 
     def weighing(self) -> AbstractContextManager[None]:
+        """Wraps the second part of a split backward, which adds to gradients without calling autograd's hooks."""
         return nullcontext() if self._gradients is None else self._gradients.weighing()
 
     def combine(self, stage: Any, scale: int) -> list[tuple[Any, int]]:
-        """Implements `Share.combine`: at the call for the rank's last stage, adds all ranks' gradients in order."""
+        """(this rank's part of the stage is computed) At the call for its last stage, adds all ranks' gradients in
+        order. Returns the stages that are complete now, each with the divisor of its gradients."""
         if not self._sharing or self._gradients is None or self._line is None:
             return [(stage, scale)]
         self._reduced.append((stage, scale))
@@ -432,7 +425,7 @@ class Owner:
         for (stream, mb, slot, *_), value in zip(
             told["lacking"], tensors[len(told["losses"]) :], strict=True
         ):
-            self._channel.hand_in(stream, RecordKey(self._channel.step, mb, slot), value)
+            self._site.channel.hand_in(stream, RecordKey(self._site.channel.step, mb, slot), value)
         self.helped.verified += told["verified"]
         self.helped.records += told["records"]
         self.helped.microbatches += told["microbatches"]
@@ -465,7 +458,7 @@ class Owner:
                 "the outputs are asked for; call schedule.step with return_outputs=False": saves_output,
                 "the loss is no tensor": not isinstance(last.loss_like, torch.Tensor),
                 "the loss is scaled": any(
-                    isinstance(value, torch.amp.GradScaler) for value in self._state.objects.values()
+                    isinstance(value, torch.amp.GradScaler) for value in self._site.state.objects.values()
                 ),
             }
         return next((why for why, unfit in reasons.items() if unfit), "")

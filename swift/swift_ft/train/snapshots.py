@@ -20,17 +20,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from swift_ft import events
-from swift_ft.comm.groups import ReconfigurableGroup
 from swift_ft.errors import ReplayRefused, UsageError
-from swift_ft.planner import Assignment, HeldSnapshot, RecoveryGroups
+from swift_ft.planner import Assignment, HeldSnapshot
 from swift_ft.state.checkpoint_file import Snapshot, restored
 from swift_ft.state.transfer import Transfer, digest_of, receive_state, send_state
 from swift_ft.state.tree import split
-from swift_ft.train.coordinator_session import Member
-from swift_ft.train.fault_points import FaultInjector
 from swift_ft.train.generation import Membership
-from swift_ft.train.participants import Participant, Step
-from swift_ft.train.training_state import TrainerState
+from swift_ft.train.participants import Participant, Site, Step
 
 # Choice of partners: each rank's copy goes to another rank that is unlikely to be lost together with it.
 
@@ -101,26 +97,9 @@ class Snapshots(Participant):
     (RECOVERING) ``of`` and ``put``, ``forget_above``
     """
 
-    def __init__(
-        self,
-        rank: int,
-        every: int,
-        member: Member,
-        state: TrainerState,
-        world: ReconfigurableGroup,
-        faults: FaultInjector,
-        groups: RecoveryGroups,
-        membership: Callable[[], Membership],
-    ) -> None:
-        """`every`: steps between two snapshots. `groups`: ranks that are lost together. `membership`: this rank's."""
+    def __init__(self, site: Site, membership: Callable[[], Membership]) -> None:
+        self._site = site
         self._membership = membership
-        self._rank = rank
-        self._every = every
-        self._member = member
-        self._state = state
-        self._world = world
-        self._faults = faults
-        self._groups = groups
         self._copies: dict[int, dict[int, SnapshotCopy]] = {}
         """Version -> rank -> copy of its state."""
         self._spare: dict[int, SnapshotCopy] = {}
@@ -128,7 +107,6 @@ class Snapshots(Participant):
         self._taken_in = 0
 
     def held(self) -> tuple[HeldSnapshot, ...]:
-        """Returns the copies that this rank lists in its report."""
         return tuple(
             HeldSnapshot(rank, version)
             for version, copies in sorted(self._copies.items())
@@ -138,13 +116,11 @@ class Snapshots(Participant):
     # --- taking them ---
 
     def before_step(self, step: Step) -> None:
-        """Takes a snapshot before the first step of a generation."""
         if not step.replaying and self._taken_in != self._membership().generation:
             self._take()
 
     def after_step(self, step: Step) -> None:
-        """Takes a snapshot after each k-th step."""
-        if step.by_all and step.version % self._every == 0:
+        if step.by_all and step.version % self._site.config.steps_to_snapshot == 0:
             self._take()
 
     def _take(self) -> None:
@@ -153,7 +129,7 @@ class Snapshots(Participant):
 
     def take_snapshot(self, generation: int, assignment: Assignment, hosts: Mapping[int, str]) -> None:
         """Takes a snapshot of this version. Raises RuntimeError if a rank is lost, UsageError if memory is short."""
-        version, rank = self._state.version, self._rank
+        version, rank = self._site.state.version, self._site.rank
         began = time.monotonic()
         own = self._copied()
         copied_s = time.monotonic() - began
@@ -164,9 +140,9 @@ class Snapshots(Participant):
                     _transfer(kept, version),
                     rank,
                     own.state,
-                    self._member.check,
+                    self._site.member.check,
                     self._transferring,
-                    self._world,
+                    wire=self._site.world,
                 )
                 own = fresh[rank] = SnapshotCopy(state=own.state, digest=sent.digest, bytes=own.bytes)
                 self.put(rank, version, own)
@@ -174,7 +150,7 @@ class Snapshots(Participant):
                 fresh[kept[0]] = self._received(kept, version)
                 self.put(kept[0], version, fresh[kept[0]])
         passed_s = time.monotonic() - began - copied_s
-        self._world.run(lambda collectives: collectives.barrier())
+        self._site.world.run(lambda collectives: collectives.barrier())
         self._only(version, fresh)
         self._taken_in = generation
         events.emit(
@@ -192,10 +168,16 @@ class Snapshots(Participant):
         )
 
     def _copied(self) -> SnapshotCopy:
-        spare = self._spare.pop(self._rank, None)
-        snapshot = Snapshot(self._state.state_dict(), into={} if spare is None else spare.state["tensors"])
+        spare = self._spare.pop(self._site.rank, None)
+        snapshot = Snapshot(
+            self._site.state.state_dict(), into={} if spare is None else spare.state["tensors"]
+        )
         snapshot.wait()
-        state = {"version": self._state.version, "skeleton": snapshot.skeleton, "tensors": snapshot.named()}
+        state = {
+            "version": self._site.state.version,
+            "skeleton": snapshot.skeleton,
+            "tensors": snapshot.named(),
+        }
         return SnapshotCopy(state=state, digest="", bytes=snapshot.nbytes)
 
     def _received(self, kept: CopyOfSnapshot, version: int) -> SnapshotCopy:
@@ -204,30 +186,29 @@ class Snapshots(Participant):
         try:
             received = receive_state(
                 _transfer(kept, version),
-                self._rank,
+                self._site.rank,
                 into,
-                self._member.check,
-                wire=self._world,
+                self._site.member.check,
+                wire=self._site.world,
                 older_copy=True,
             )
         except ReplayRefused as error:  # not enough memory
             raise UsageError(
-                f"no room for a snapshot of rank {kept[0]} on rank {self._rank}: {error}; or use "
+                f"no room for a snapshot of rank {kept[0]} on rank {self._site.rank}: {error}; or use "
                 "strategy='checkpoint', or 'auto' without snapshot_every: they keep nothing in memory"
             ) from None
         return SnapshotCopy(state=received.state, digest=received.digest, bytes=received.bytes)
 
     def _transferring(self, done: int, total: int) -> None:
         if 2 * done >= total:
-            self._faults.at("snapshot", self._state.version)
+            self._site.faults.at("snapshot", self._site.state.version)
 
     def _transfers(self, assignment: Assignment, hosts: Mapping[int, str]) -> list[CopyOfSnapshot]:
         ranks = assignment.occupied
         stages = {rank: assignment.slots[rank].stage_group for rank in ranks}
+        groups = self._site.channel.groups
         # Without recovery groups every rank is its own group, numbered below all stages.
-        group_of = {
-            rank: self._groups.stages(stages[rank])[0] if self._groups.starts else -1 - rank for rank in ranks
-        }
+        group_of = {rank: groups.stages(stages[rank])[0] if groups.starts else -1 - rank for rank in ranks}
         return in_order(partners(ranks, {rank: hosts.get(rank, "") for rank in ranks}, group_of))
 
     def _only(self, version: int, fresh: Mapping[int, SnapshotCopy]) -> None:
@@ -242,18 +223,19 @@ class Snapshots(Participant):
     # --- going back to them ---
 
     def put(self, rank: int, version: int, copy: SnapshotCopy) -> None:
-        """Stores a complete copy."""
         self._copies.setdefault(version, {})[rank] = copy
 
     def of(self, rank: int, version: int) -> SnapshotCopy:
         """Returns a copy. Raises ReplayRefused if there is none, or if its digest has changed since it was taken."""
         copy = self._copies.get(version, {}).get(rank)
         if copy is None:
-            raise ReplayRefused(f"rank {self._rank} holds no snapshot of rank {rank} at version {version}")
+            raise ReplayRefused(
+                f"rank {self._site.rank} holds no snapshot of rank {rank} at version {version}"
+            )
         if digest_of(copy.state, version) != copy.digest:
             raise ReplayRefused(
-                f"the snapshot of rank {rank} at version {version} in the memory of rank {self._rank} is not what was "
-                "taken: its digest differs"
+                f"the snapshot of rank {rank} at version {version} in the memory of rank {self._site.rank} is not what "
+                "was taken: its digest differs"
             )
         return copy
 

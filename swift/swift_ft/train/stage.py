@@ -8,10 +8,11 @@ Legend: `stage` index in the pipeline, `mb` the schedule's microbatch index.
 """
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,8 @@ from swift_ft.train.updates import Updates
 # (`swift_ft.train.boundary_log`). The cost is one more forward at the start of every process.
 
 if TYPE_CHECKING:
+    from swift_ft.train.shared_replay import Owner
+
     _Base = PipelineStage
 else:
     # Python lets an object change its class only between classes with a common base of the same layout.
@@ -117,30 +120,6 @@ def inferred_whole(schedule: Any) -> Iterator[None]:
 _SLOTS = 256
 
 
-class Share(Protocol):
-    """(a replay that others help with) The part of a step that this rank computes."""
-
-    def begin(self, stage: Any, args: tuple[Any, ...], kwargs: dict[str, Any], saves_output: bool) -> None:
-        """Called at a forward of a stage, with its external inputs. A step begins with the first of these calls."""
-
-    def begun(self, stage: Any) -> bool:
-        """Returns whether the schedule's current call is distributed over the ranks already."""
-
-    def skips(self, mb: int) -> bool:
-        """Returns whether another rank computes the microbatch."""
-
-    def loss(self, mb: int) -> torch.Tensor:
-        """Returns the loss of a skipped microbatch. `combine` fills in its value."""
-
-    def weighing(self) -> AbstractContextManager[None]:
-        """Wraps the second part of a split backward, which adds to gradients without calling autograd's hooks."""
-
-    def combine(self, stage: Any, scale: int) -> Sequence[tuple[Any, int]]:
-        """Called once this rank's microbatches of the stage are computed; its gradients are to be divided by `scale`.
-        After the rank's last stage, all gradients become those of all microbatches. Returns the stages, each with its
-        scale, that are complete now."""
-
-
 class _Logged(_Base):
     """The differences of a logged stage from torch's. Mixed in before the torch class. Its neighbours need not be
     present when it learns its shapes."""
@@ -162,8 +141,8 @@ class _Logged(_Base):
     last_backward: bool
     grad_scale: int
     """Divisor of gradients under the running schedule."""
-    share: Share | None = None
-    """Set while others help with a replay."""
+    share: "Owner | None" = None
+    """Set while others help with a replay: the part of a step that this rank computes."""
     loss_like: Any = None
     """(last stage) Result of the loss function in the inference."""
     adopted: Mapping[int, int] = MappingProxyType({})
@@ -171,10 +150,6 @@ class _Logged(_Base):
     (`swift_ft.train.rerouting`)."""
     skipped: int | None = None
     """Microbatch of the last requested forward, if it is not computed here."""
-    _withheld: dict[int, list[dist.P2POp]]
-    """Receives of microbatches that another rank may turn out to compute, until the step's first forward begins."""
-    _arriving: dict[int, list[dist.Work]]
-    """Receives that were withheld and are posted now."""
 
     def _attach(self, channel: Channel, updates: Updates) -> None:
         self._channel = channel
@@ -187,7 +162,6 @@ class _Logged(_Base):
         self._calls = -1
         self._awaiting_forward = set()
         self._awaiting_backward = set()
-        self._withheld, self._arriving = {}, {}
 
     # --- one call of schedule.step() ---
 
@@ -198,8 +172,6 @@ class _Logged(_Base):
         self._calls += 1
         self._awaiting_forward.clear()
         self._awaiting_backward.clear()
-        self._withheld.clear()
-        self._arriving.clear()
         super().clear_runtime_states()
 
     def begin_step(self) -> None:
@@ -289,11 +261,7 @@ class _Logged(_Base):
         if self._skips(fwd_chunk_id):
             return []
         ops = super().get_fwd_recv_ops(fwd_chunk_id)
-        live = self._received(ops, self.args_recv_info, self._awaiting_forward, fwd_chunk_id)
-        if self.share is None or self.share.begun(self):
-            return live
-        self._withheld[fwd_chunk_id] = live  # not known yet whether it is computed here
-        return []
+        return self._received(ops, self.args_recv_info, self._awaiting_forward, fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self._skips(bwd_chunk_id):
@@ -309,17 +277,6 @@ class _Logged(_Base):
         if len(live) < len(pairs):
             awaiting.add(mb)
         return live
-
-    def _receive_withheld(self, mb: int) -> None:
-        """Posts all withheld receives in order, as the step's first forward begins, and waits for this microbatch's."""
-        withheld = [(other, ops) for other, ops in self._withheld.items() if not self._skips(other)]
-        for other in self._withheld:
-            if self._skips(other):
-                torch_private.forget_receives(self.args_recv_info[other])
-        self._withheld.clear()
-        self._arriving |= {other: torch_private.started(ops) for other, ops in withheld}
-        for work in self._arriving.pop(mb, ()):
-            work.wait()
 
     def _from_log(self, source: int, destination: int) -> bool:
         """(in a replay) Returns whether messages between these stages come from the log."""
@@ -374,7 +331,8 @@ class _Logged(_Base):
         self, direction: str, mb: int, destinations: list[int], ops: list[dist.P2POp]
     ) -> list[dist.P2POp]:
         live = []
-        for destination, slot, op in zip(destinations, _slots(destinations), ops, strict=True):
+        for destination, position, op in zip(destinations, _positions(destinations), ops, strict=True):
+            slot = destination * _SLOTS + position
             self._channel.profile.sent(self.stage_index, destination, op.tensor.nbytes)
             self._channel.sends(self.stage_index, direction, self._microbatch(mb), slot, op.tensor)
             launched = self._channel.replaying and self._from_log(self.stage_index, destination)
@@ -404,10 +362,8 @@ class _Logged(_Base):
                 self._channel.received(info.source, direction, self._microbatch(mb), slot, info.buffer)
 
     def _by_slot(self, infos: tuple[Any, ...]) -> Iterator[tuple[int, Any]]:
-        positions: dict[int, int] = {}
-        for info in _arriving(infos):
-            position = positions.get(info.source, 0)
-            positions[info.source] = position + 1
+        arriving = _arriving(infos)
+        for position, info in zip(_positions(info.source for info in arriving), arriving, strict=True):
             yield self.stage_index * _SLOTS + position, info
 
     # --- compute ---
@@ -423,11 +379,12 @@ class _Logged(_Base):
         if self.share is not None:
             self.share.begin(self, args, kwargs or {}, save_forward_output)
         self.skipped = fwd_chunk_id if self._skips(fwd_chunk_id) else None
-        self._receive_withheld(fwd_chunk_id)
-        if fwd_chunk_id in self._awaiting_forward and self.skipped is None:
+        if self.skipped is not None:  # its receive may have been asked for before that was known
+            torch_private.forget_receives(self.args_recv_info[fwd_chunk_id])
+        elif fwd_chunk_id in self._awaiting_forward:
             self._awaiting_forward.discard(fwd_chunk_id)
             self._fill(self.args_recv_info[fwd_chunk_id], FORWARD, fwd_chunk_id)
-        elif self.skipped is None and not self.is_first:
+        elif not self.is_first:
             self._received_inside(self.args_recv_info[fwd_chunk_id], FORWARD, fwd_chunk_id)
         external = [*(args if self.is_first else ()), *(kwargs or {}).values()]
         self._channel.entered(self.stage_index, mb, [t for t in external if isinstance(t, torch.Tensor)])
@@ -457,7 +414,6 @@ class _Logged(_Base):
         return result
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """Runs the weight part of a split backward, for schedules that separate it."""
         if self._skips(bwd_chunk_id):
             return
         self._channel.randomness.weights(self.stage_index, self._microbatch(bwd_chunk_id))
@@ -509,12 +465,12 @@ def _arriving(infos: tuple[Any, ...]) -> list[Any]:
     return [info for info in infos if not info.is_root_arg and info.buffer is not None]
 
 
-def _slots(destinations: list[int]) -> Iterator[int]:
-    positions: dict[int, int] = {}
-    for destination in destinations:
-        position = positions.get(destination, 0)
-        positions[destination] = position + 1
-        yield destination * _SLOTS + position
+def _positions(others: Iterable[int]) -> Iterator[int]:
+    """Yields how many tensors came before each that go to, or come from, the same other stage."""
+    seen: Counter[int] = Counter()
+    for other in others:
+        yield seen[other]
+        seen[other] += 1
 
 
 class LoggedPipelineStage(_Logged, PipelineStage):

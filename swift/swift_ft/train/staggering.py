@@ -25,7 +25,7 @@ Memory: two copies of this rank's state.
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -33,17 +33,12 @@ from torch.utils import _pytree as pytree
 
 from swift_ft import events
 from swift_ft.comm.backend import Misspeculated
-from swift_ft.comm.groups import ReconfigurableGroup
 from swift_ft.comm.worker_thread import Task
 from swift_ft.device import Arrivals
 from swift_ft.planner import Assignment
 from swift_ft.state.checkpoint_file import Snapshot, restored
 from swift_ft.state.tensors import summed
-from swift_ft.train.boundary_log import Channel
-from swift_ft.train.coordinator_session import Member
-from swift_ft.train.hook import Hook
-from swift_ft.train.participants import Participant, Step
-from swift_ft.train.training_state import TrainerState
+from swift_ft.train.participants import Participant, Site, Step
 from swift_ft.train.updates import Standing
 
 # A number that several ranks compute together and that is awaited only when it is used.
@@ -79,64 +74,54 @@ _FOUND_INFINITE = 0.5
 """Maximum norm for a gradient scaler's flags: a flag of 1.0 exceeds it, so a found inf or nan counts as clipping."""
 
 
+@dataclass(eq=False)
 class Norm:
     """The norm of the gradients of all stages, computed asynchronously."""
 
-    def __init__(
-        self,
-        task: Task,
-        parts: list[torch.Tensor],
-        places: list[int],
-        norm_type: float,
-        max_norm: float,
-        *,
-        of_flags: bool = False,
-        arrivals: Arrivals | None = None,
-    ) -> None:
-        """`parts`: each rank's part, valid once `task` is done; `places`: of one rank per stage group, in their order.
-        `of_flags`: the parts are a gradient scaler's inf flags instead of gradient norms. `arrivals`: of the generation
-        in which they are exchanged."""
-        self._arrivals = arrivals
-        self._clips: bool | None = None
-        self._of_flags = of_flags
-        self._task = task
-        self._parts = parts
-        self._places = places
-        self._norm_type = norm_type
-        self._max_norm = max_norm
-        self._value: torch.Tensor | None = None
+    task: Task
+    parts: list[torch.Tensor]
+    """Each rank's part, valid once `task` is done."""
+    places: list[int]
+    """Places of one rank per stage group, in their order."""
+    norm_type: float
+    max_norm: float
+    of_flags: bool = False
+    """The parts are a gradient scaler's inf flags instead of gradient norms."""
+    arrivals: Arrivals | None = None
+    """Of the generation in which they are exchanged."""
+    _clips: bool | None = None
+    _value: torch.Tensor | None = None
 
     def value(self) -> torch.Tensor:
         """Waits for the norm and returns it. Raises RuntimeError if a rank is lost."""
         if self._value is None:
-            self._task.wait()
-            self._value = norm_of([self._parts[place] for place in self._places], self._norm_type)
+            self.task.wait()
+            self._value = norm_of([self.parts[place] for place in self.places], self.norm_type)
         return self._value
 
     def give_up(self) -> None:
         """Sets the norm to nan if it is not known: its step was interrupted, and the trainer may still hold it."""
         if self._value is None:
-            self._value = torch.full_like(self._parts[0], torch.nan)
+            self._value = torch.full_like(self.parts[0], torch.nan)
 
     def clips(self) -> bool:
         """Returns whether the norm clips. Waits and raises like `value`."""
         if self._clips is None:
-            clipped = clips(self.value(), self._max_norm)  # waits for a device
-            if self._arrivals is not None:
-                self._arrivals.check_arrived()  # not before: an abort may end the wait
+            clipped = clips(self.value(), self.max_norm)  # waits for a device
+            if self.arrivals is not None:
+                self.arrivals.check_arrived()  # not before: an abort may end the wait
             self._clips = clipped
         return self._clips
 
     def why(self) -> str:
-        """(if it clips) Returns the reason in words."""
-        if self._of_flags:
+        if self.of_flags:
             return "gradients of a stage have inf or nan"
         return f"the norm of its gradients is {float(self.value()):g}"
 
     @property
     def known_not_to_clip(self) -> bool:
         """The norm has arrived and does not clip. Does not wait."""
-        if not self._task.done or self._task.error is not None:
+        if not self.task.done or self.task.error is not None:
             return False
         try:
             return not self.clips()
@@ -164,23 +149,11 @@ class Staggering(Participant):
     (recovery) ``offer`` → ``take_back`` → ``resume``
     """
 
-    def __init__(
-        self,
-        rank: int,
-        member: Member,
-        state: TrainerState,
-        world: ReconfigurableGroup,
-        assignment: Callable[[], Assignment],
-        channel: Channel,
-    ) -> None:
-        """`world`: the session's group of all ranks. `assignment`: returns this generation's."""
-        self._rank = rank
-        self._member = member
-        self._state = state
-        self._world = world
+    def __init__(self, site: Site, assignment: Callable[[], Assignment]) -> None:
+        """`assignment`: returns this generation's."""
+        self._site = site
         self._assignment = assignment
-        self._channel = channel
-        self.lasts: Hook[[int], bool] = Hook("Staggering.lasts")
+        self.lasts: Callable[[int], bool]
         """(engine) Returns whether that version is saved or is the run's last one."""
         self._pending: _Pending | None = None
         self._copies: dict[int, Snapshot] = {}
@@ -202,17 +175,17 @@ class Staggering(Participant):
 
     def begin_step(self, step: Step) -> None:
         """Decides whether the step waits for its vote. Copies the state if it does not."""
-        updates = self._state.updates
+        updates = self._site.state.updates
         self._norms = []
-        self._channel.unsettled = self._pending is not None and bool(self._pending.norms)
+        self._site.channel.unsettled = self._pending is not None and bool(self._pending.norms)
         waits = self._pending is None and (updates.hold_next or self._waits_next)
         updates.ahead = not waits
         if updates.ahead:
             spare = self._spare.pop() if self._spare else None
-            self._copies[self._state.version] = Snapshot(
-                self._state.state_dict(),
+            self._copies[self._site.state.version] = Snapshot(
+                self._site.state.state_dict(),
                 into={} if spare is None else spare.named(),
-                late=self._state.changed_by_updates(),
+                late=self._site.state.changed_by_updates(),
             )
 
     def norm(self, part: torch.Tensor, norm_type: float, max_norm: float) -> torch.Tensor:
@@ -224,13 +197,13 @@ class Staggering(Participant):
     def _under_way(
         self, part: torch.Tensor, norm_type: float, max_norm: float, *, of_flags: bool = False
     ) -> Norm:
-        task, parts = self._world.gathering(part)
+        task, parts = self._site.world.gathering(part)
         slots, first = self._assignment().slots, dict[int, int]()
-        for place, slot in enumerate(self._world.present):
+        for place, slot in enumerate(self._site.world.present):
             first.setdefault(slots[slot].stage_group, place)
         places = [place for _, place in sorted(first.items())]
-        arrivals = self._channel.readings.arrivals()
-        norm = Norm(task, parts, places, norm_type, max_norm, of_flags=of_flags, arrivals=arrivals)
+        arrivals = self._site.channel.readings.arrivals()
+        norm = Norm(task, parts, places, norm_type, max_norm, of_flags, arrivals)
         self._norms.append(norm)
         return norm
 
@@ -244,25 +217,22 @@ class Staggering(Participant):
         self._count(bool(found))
 
     def clipped(self, norm: torch.Tensor, max_norm: float) -> None:
-        """(a step that waits) Counts whether its norm has clipped."""
         self._count(clips(norm, max_norm))
 
     def waits(self) -> bool:
         """(in a vote) Returns whether this rank wants the next step to wait for its vote."""
         restless = self._clips and self._calm < self._calm_wanted
-        return restless or self.lasts(self._state.version + 2)
+        return restless or self.lasts(self._site.state.version + 2)
 
     def voted(self, ballot: torch.Tensor, task: Task) -> None:
         """Registers the step under way as done on this rank. `ballot`: the vote's result, valid once `task` is done."""
         assert self._pending is None
-        self._pending = _Pending(self._state.version, ballot, task, tuple(self._norms))
+        self._pending = _Pending(self._site.state.version, ballot, task, tuple(self._norms))
 
     def agreed(self, waits_next: bool) -> None:
-        """Records the result of a vote: whether the next step waits."""
         self._waits_next = waits_next
 
     def committed(self, version: int) -> int:
-        """Returns the newest version that all ranks have or will reach."""
         return version if self._pending is None else self._pending.step
 
     def wait_vote(self) -> None:
@@ -273,20 +243,20 @@ class Staggering(Participant):
             return
         began = time.monotonic()
         pending.task.wait()
-        self._channel.faults.at("settle", pending.step)
+        self._site.channel.faults.at("settle", pending.step)
         if any(norm.clips() for norm in pending.norms):
             raise self._misspeculated(pending)
         self._pending = None
         self._let_go(pending.step)
         for _ in pending.norms:
             self._count(False)
-        self._member.version = pending.step + 1
-        updates = self._state.updates
+        self._site.member.version = pending.step + 1
+        updates = self._site.state.updates
         self.agreed(updates.heard(pending.ballot, pending.step).waits_next)
-        events.emit("settled", rank=self._rank, step=pending.step, waited_s=time.monotonic() - began)
+        events.emit("settled", rank=self._site.rank, step=pending.step, waited_s=time.monotonic() - began)
         if updates.ahead and (updates.hold_next or self._waits_next):
             updates.wait_for_vote()
-            self._let_go(self._state.version)
+            self._let_go(self._site.state.version)
 
     def blamed(self, error: Exception) -> Exception:
         """(a step has failed) Returns `error`, or Misspeculated if the step before has to be taken back anyway."""
@@ -321,7 +291,7 @@ class Staggering(Participant):
             undo_to=pending.step,
             undo_exact=True,
             forward_to=pending.step + 1 if onward else None,
-            forward_by_all=self._state.updates.lines,
+            forward_by_all=self._site.state.updates.lines,
         )
 
     def take_back(self, version: int) -> bool:
@@ -330,14 +300,14 @@ class Staggering(Participant):
         copy = self._copies.get(version)
         if copy is None:
             return False
-        self._channel.faults.at("take_back", version)
-        self._state.present = False
+        self._site.channel.faults.at("take_back", version)
+        self._site.state.present = False
         # Loads a copy of the copy, because optimizers keep the tensors that they load.
-        self._state.load_state_dict(restored(copy.skeleton, copy.named()))
-        self._state.present = True
+        self._site.state.load_state_dict(restored(copy.skeleton, copy.named()))
+        self._site.state.present = True
         pending = self._pending
-        if pending is not None and not pending.known_valid() and self._channel.witness is not None:
-            self._channel.witness.forget()  # later digests are of a state that is discarded
+        if pending is not None and not pending.known_valid() and self._site.channel.witness is not None:
+            self._site.channel.witness.forget()  # later digests are of a state that is discarded
         return True
 
     def resume(self, *, at_start: bool) -> None:

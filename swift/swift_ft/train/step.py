@@ -22,15 +22,13 @@ from swift_ft.device import Pulse
 from swift_ft.errors import JobFailed, UsageError
 from swift_ft.files import make_directory, open_regular
 from swift_ft.log.sidecar_client import SidecarWriter
-from swift_ft.state.checkpoint_store import CheckpointStore
 from swift_ft.train.checkpointing import Saving, flush_at_end
-from swift_ft.train.coordinator_session import Member
 from swift_ft.train.failures import Retries
 from swift_ft.train.log_session import FLUSH_TIMEOUT_S, log_totals
-from swift_ft.train.participants import Participant, Step, TrainStep
+from swift_ft.train.participants import Participant, Site, Step, TrainStep
 from swift_ft.train.step_digests import Witness
-from swift_ft.train.strategies import Site, load_checkpoint
-from swift_ft.train.training_state import Stopped, TrainerState
+from swift_ft.train.strategies import load_checkpoint
+from swift_ft.train.training_state import Stopped
 
 # Metrics lines: one for each step, exactly once, through failures.
 #
@@ -177,23 +175,9 @@ def _plain(name: str, value: object) -> Value:
 class Ending(Participant):
     """(trainer's thread) ``begin`` … ``finish``; or ``come_back`` in place of a whole run"""
 
-    def __init__(
-        self,
-        rank: int,
-        member: Member,
-        state: TrainerState,
-        store: CheckpointStore,
-        saving: Saving,
-        *,
-        saves: bool,
-    ) -> None:
-        """`saves`: whether the last version is saved (`SessionConfig.last_checkpoint`)."""
-        self._rank = rank
-        self._member = member
-        self._state = state
-        self._store = store
+    def __init__(self, site: Site, saving: Saving) -> None:
+        self._site = site
         self._saving = saving
-        self._saves = saves
         self._reason: str | None = None
         """Reason why the trainer ends the run with the step under way; None if it does not."""
         self._done_to = -1
@@ -211,74 +195,73 @@ class Ending(Participant):
 
     def after_step(self, step: Step) -> None:
         self._done_to = step.version
-        self._state.stopped = None if self._reason is None else Stopped(self._reason, self._num_steps)
+        self._site.state.stopped = None if self._reason is None else Stopped(self._reason, self._num_steps)
 
-    def last(self, num_steps: int) -> int:
+    def last(self) -> int:
         """Returns the version with which the run ends, as far as this rank knows."""
-        view = self._member.watcher.latest
-        ends = [num_steps]
-        stopped = self._state.stopped
-        if stopped is not None and num_steps <= stopped.num_steps:
-            ends.append(self._state.version)
-        if view is not None and view.HasField("ends_at") and num_steps <= view.ends_of:
+        view = self._site.member.watcher.latest
+        ends = [self._num_steps]
+        stopped = self._site.state.stopped
+        if stopped is not None and self._num_steps <= stopped.num_steps:
+            ends.append(self._site.state.version)
+        if view is not None and view.HasField("ends_at") and self._num_steps <= view.ends_of:
             ends.append(view.ends_at)
         return min(ends)
 
     def finish(
         self,
-        num_steps: int,
         writer: SidecarWriter,
         await_change: Callable[[pb.View], None],
         vote_seconds: float,
     ) -> None:
         """Ends the run on this rank. Returns once all ranks have finished: until then a recovery may need this rank."""
-        version = self._state.version
-        stopped = self._state.stopped
+        version = self._site.state.version
+        stopped = self._site.state.stopped
         called = None
-        if version < num_steps and (stopped is not None or version == self._done_to):
+        if version < self._num_steps and (stopped is not None or version == self._done_to):
             called = stopped is not None
-        if self._saves:
+        if self._site.config.last_checkpoint:
             self._saving.save_last()
-        self._store.wait_saved()
+        self._site.store.wait_saved()
         self._saving.tell_untold()
-        flush_at_end(writer, self._rank, FLUSH_TIMEOUT_S)
-        self._member.say_measured()
+        flush_at_end(writer, self._site.rank, FLUSH_TIMEOUT_S)
+        self._site.member.say_measured()
         reason = stopped.reason if stopped and called else ""
-        finish = pb.FinishRequest(version=version, num_steps=num_steps, called=called, reason=reason)
+        finish = pb.FinishRequest(version=version, num_steps=self._num_steps, called=called, reason=reason)
         while True:
-            self._member.check()
-            self._member.say(lambda: self._member.client.call(finish))
-            view = self._member.watcher.wait_for(lambda _view: True, None)
+            self._site.member.check()
+            self._site.member.say(lambda: self._site.member.client.call(finish))
+            view = self._site.member.watcher.wait_for(lambda _view: True, None)
             if view.state == pb.FINISHED:
                 events.emit(
                     "finished",
-                    rank=self._rank,
+                    rank=self._site.rank,
                     version=version,
                     **log_totals(writer),
-                    **self._state.updates.totals(),
+                    **self._site.state.updates.totals(),
                     vote_seconds=vote_seconds,
                 )
                 return
             await_change(view)
 
-    def come_back(self, view: pb.View, num_steps: int) -> None:
+    def come_back(self, view: pb.View) -> None:
         """(the job has finished without this process) Loads its last version. Raises JobFailed, UsageError, and
         SystemExit in a spare if that version is in no checkpoint."""
-        if self._rank in view.vacant and not view.HasField("final_version"):
+        if self._site.rank in view.vacant and not view.HasField("final_version"):
             raise SystemExit
         version = view.final_version
-        if self.last(num_steps) > version:
+        if self.last() > version:
             raise UsageError(
-                f"job {view.job} has finished at version {version}, and session.run is to do {num_steps} steps: start "
-                "the job again with swift-ft run"
+                f"job {view.job} has finished at version {version}, and session.run is to do {self._num_steps} steps: "
+                "start the job again with swift-ft run"
             )
         try:
-            load_checkpoint(self._state, self._store, version)
+            load_checkpoint(self._site.state, self._site.store, version)
         except Exception as error:
-            raise JobFailed(f"rank {self._rank} cannot come back after the end: {error}") from error
-        self._state.present = True
-        self._member.version = version
-        events.emit("came_back", rank=self._rank, version=version)
+            raise JobFailed(f"rank {self._site.rank} cannot come back after the end: {error}") from error
+        self._site.state.present = True
+        self._site.member.version = version
+        events.emit("came_back", rank=self._site.rank, version=version)
 
 
 class StepRunner:
@@ -287,11 +270,7 @@ class StepRunner:
     def __init__(
         self, site: Site, participants: Sequence[Participant], witness: Witness, retries: Retries
     ) -> None:
-        self._rank = site.rank
-        self._every = site.config.checkpoint_every
-        self._member = site.member
-        self._channel = site.channel
-        self._state = site.state
+        self._site = site
         self._participants = participants
         self._witness = witness
         self._retries = retries
@@ -301,18 +280,19 @@ class StepRunner:
 
     def run(self, train_step: TrainStep) -> None:
         """Runs one step. Raises any error that cuts it short; the caller then drops the step or handles the error."""
-        channel, state, number = self._channel, self._state, self._state.version
+        channel, state = self._site.channel, self._site.state
+        number = state.version
         step = Step(
             number=number,
             replaying=channel.replaying,
-            due=(number + 1) % self._every == 0,
+            due=(number + 1) % self._site.config.checkpoint_every == 0,
             train=train_step,
             drop=self.drop,
             wait_vote=self.wait_vote,
         )
         for participant in self._participants:
             participant.before_step(step)
-        events.emit("step_begin", rank=self._rank, step=number, replay=step.replaying)
+        events.emit("step_begin", rank=self._site.rank, step=number, replay=step.replaying)
         channel.begin_step(number)
         self._witness.begin(number)
         for participant in self._participants:
@@ -328,18 +308,17 @@ class StepRunner:
         for participant in self._participants:
             participant.end_step(step)
         state.end_step()
-        self._member.version = self.committed()
-        events.emit("step_end", rank=self._rank, step=number, replay=step.replaying)
+        self._site.member.version = self.committed()
+        events.emit("step_end", rank=self._site.rank, step=number, replay=step.replaying)
         channel.profile.end(number, replay=step.replaying)
         step.by_all = not (step.replaying or self.rolled_forward)
         for participant in self._participants:
             participant.after_step(step)
-        latest = self._member.watcher.latest
+        latest = self._site.member.watcher.latest
         self._witness.forget_below(min(latest.checkpoints, default=0) if latest is not None else 0)
 
     def committed(self) -> int:
-        """Returns the newest version that all ranks have or will reach."""
-        version = self._state.version
+        version = self._site.state.version
         for participant in self._participants:
             version = participant.committed(version)
         return version
@@ -351,9 +330,9 @@ class StepRunner:
     def drop(self) -> None:
         for participant in self._participants:
             participant.drop_step()
-        self._channel.end_replay()
-        self._channel.drop_step()
-        if self._state.present and self._state.updates.begun:
+        self._site.channel.end_replay()
+        self._site.channel.drop_step()
+        if self._site.state.present and self._site.state.updates.begun:
             # The update has begun, so the parameters belong to no version; this rank restores.
-            self._state.present = False
-        self._state.drop_step()
+            self._site.state.present = False
+        self._site.state.drop_step()

@@ -6,66 +6,23 @@ The planner's side, and the recipe for another strategy, are in `swift_ft.planne
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from swift_ft import events
 from swift_ft.comm.backend import REPLICA_CHUNK, Pending
 from swift_ft.comm.groups import ReconfigurableGroup
-from swift_ft.comm.process_groups import ProcessGroups
 from swift_ft.errors import ReplayRefused, ReplicaDiffers, ServiceError
-from swift_ft.planner import Assignment, RankPlan, Strategy
+from swift_ft.planner import RankPlan, Strategy
 from swift_ft.state.checkpoint_store import CheckpointStore
 from swift_ft.state.journal import UndoResult
 from swift_ft.state.transfer import Transfer, receive_state, send_state
-from swift_ft.train.boundary_log import Channel
-from swift_ft.train.config import SessionConfig
-from swift_ft.train.coordinator_session import Member
 from swift_ft.train.fault_points import FaultInjector
+from swift_ft.train.participants import Copied, Site
 from swift_ft.train.snapshots import SnapshotCopy, Snapshots
-from swift_ft.train.staggering import Staggering
 from swift_ft.train.training_state import TrainerState, in_common
-
-# The interface of a strategy, and the objects that it works on.
-
-
-class Copied(NamedTuple):
-    """Source of a process's state that was copied from replicas."""
-
-    version: int
-    witnesses: tuple[int, ...]
-    """Ranks that hold the same state and have logged all of their steps."""
-
-
-@dataclass(kw_only=True)
-class Site:
-    """What every rank consists of; strategies use it in RECOVERING."""
-
-    rank: int
-    config: SessionConfig
-    assignment: Assignment
-    """The full world's."""
-    member: Member
-    communicator: ProcessGroups
-    world: ReconfigurableGroup
-    """All ranks, for the session itself."""
-    channel: Channel
-    state: TrainerState
-    store: CheckpointStore
-    faults: FaultInjector
-    snapshots: Snapshots | None = None
-    """(only if the settings ask for it)"""
-    staggering: Staggering | None = None
-    """(only if the settings ask for it)"""
-    generation: int = 0
-    """Generation of the plan that is carried out."""
-    copied: Copied | None = None
-    """Source of this process's state if it was copied, until the log's gaps are declared."""
-    flushed: bool = True
-    """Set if all records of this process were in the log when it reported."""
 
 
 class Restore:
@@ -242,12 +199,12 @@ class Snapshot(Restore):
         check, copying = site.member.check, site.faults.copying
         if site.rank in entry.sources:
             kept = _snapshots(site).of(entry.rank, entry.from_version)
-            send_state(transfer, site.rank, kept.state, check, copying, wire)
+            send_state(transfer, site.rank, kept.state, check, copying, wire=wire)
         elif site.rank == entry.rank:
             began = time.monotonic()
             events.emit("restore_begin", rank=site.rank, generation=site.generation)
             try:
-                received = receive_state(transfer, site.rank, {}, check, copying, wire)
+                received = receive_state(transfer, site.rank, {}, check, copying, wire=wire)
             except ReplicaDiffers as error:
                 raise ReplayRefused(str(error)) from None
             copy = SnapshotCopy(state=received.state, digest=received.digest, bytes=received.bytes)
@@ -304,9 +261,6 @@ def _tell(site: Site, result: UndoResult) -> None:
         mode=result.mode,
         exact=result.exact,
         buckets=result.buckets,
-        ulps_max=result.ulps_max,
-        ulps_mean=result.ulps_mean,
-        relative_error=result.step_error,
     )
 
 

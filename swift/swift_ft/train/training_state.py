@@ -257,33 +257,27 @@ def begun(named: Named, optimizers: Optimizers) -> Begun:
 
 def say_overruled(optimizers: Optimizers, script: Begun, job: Begun) -> None:
     """(a state is loaded, which takes precedence over the script) Prints the hyperparameters that the script has
-    changed since the job began."""
-    if found := _overruled(optimizers, script, job):
+    changed since the job began, with the values that the loaded groups have."""
+    found: list[str] = []
+    for number, (optimizer, mine, theirs) in enumerate(zip(optimizers, script, job)):
+        groups = optimizer.param_groups
+        for index, (own, other) in enumerate(zip_longest(mine, theirs, fillvalue=dict[str, str]())):
+            group = groups[index] if index < len(groups) else {}
+            which = f"group {index} of " if len(groups) > 1 else ""
+            where = f"{which}optimizer {number} ({type(optimizer).__name__})"
+            for key in {**own, **other}:
+                if key != _NAMES and _word(group.get(key)) == own.get(key):
+                    continue  # set in a step meanwhile
+                if own.get(key) != other.get(key):
+                    value = f"{key}={_word(group.get(key))} of {where}, not {own.get(key)}"
+                    found.append(f"the parameters of {where}" if key == _NAMES else value)
+    if found:
         more = f" and {len(found) - _SAID_MAX} others" if len(found) > _SAID_MAX else ""
         print(
             "swift: the script has other hyperparameters than when the job began, and what the job has goes on: "
             f"{'; '.join(found[:_SAID_MAX])}{more}; to change them, set them in train_step, from a step on",
             file=sys.stderr,
         )
-
-
-def _overruled(optimizers: Optimizers, script: Begun, job: Begun) -> list[str]:
-    found: list[str] = []
-    nothing: dict[str, str] = {}
-    for number, (mine, theirs) in enumerate(zip(script, job)):
-        optimizer = optimizers[number]
-        where = f"optimizer {number} ({type(optimizer).__name__})"
-        for index, (own, other) in enumerate(zip_longest(mine, theirs, fillvalue=nothing)):
-            group = optimizer.param_groups[index] if index < len(optimizer.param_groups) else {}
-            of = f"group {index} of {where}" if len(optimizer.param_groups) > 1 else where
-            for key in {**own, **other}:
-                if own.get(key) == other.get(key):
-                    continue
-                if key == _NAMES:
-                    found.append(f"the parameters of {of}")
-                else:
-                    found.append(f"{key}={_word(group.get(key))} of {of}, not {own.get(key)}")
-    return found
 
 
 def _word(value: Any) -> str | None:
@@ -657,7 +651,6 @@ class TrainerState:
             yield key, parameters, {name: tensor for name, tensor in tensors.items() if name not in names}
 
     def shared_dict(self) -> dict[str, Any]:
-        """Returns what replicas have in common."""
         return in_common(self.state_dict(whole=False))
 
     def state_dict(self, *, whole: bool = True) -> dict[str, Any]:

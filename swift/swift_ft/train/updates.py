@@ -17,7 +17,6 @@ from the next one on.
 """
 
 import math
-import os
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,8 +35,6 @@ from swift_ft.state.carried_gradients import LeftGradients
 from swift_ft.state.journal import Journal, UndoResult
 from swift_ft.train.boundary_log import Channel
 from swift_ft.train.config import SessionConfig
-from swift_ft.train.fault_points import FaultInjector
-from swift_ft.train.hook import Hook
 from swift_ft.train.lossy import CutStep
 from swift_ft.train.reducer import Reducer, UpdateBucket
 from swift_ft.train.tied_weights import Ties
@@ -54,10 +51,6 @@ class Standing:
     forward_by_all: bool = False
     finish_to: int | None = None
 
-    def words(self) -> dict[str, int | None]:
-        words = {"version": self.version, "undo_to": self.undo_to, "forward_to": self.forward_to}
-        return words if self.finish_to is None else {**words, "finish_to": self.finish_to}
-
 
 # A loss that is not finite is reported once where it begins, or ends the job (`SessionConfig.non_finite_loss`).
 #
@@ -69,8 +62,7 @@ _ELEMENTS_MAX = 1 << 16
 
 
 class Losses:
-    def __init__(self, rank: int, choice: str, channel: Channel) -> None:
-        self._rank = rank
+    def __init__(self, choice: str, channel: Channel) -> None:
         self._choice = choice
         self._channel = channel
         self._bad_in = -2
@@ -90,13 +82,14 @@ class Losses:
         begins, self._bad_in = step > self._bad_in + 1, max(step, self._bad_in)
         words = f"{what} of step {step} is {worst}"
         if begins:
-            events.emit("non_finite_loss", rank=self._rank, step=step, what=what, value=str(worst))
+            events.emit("non_finite_loss", rank=self._channel.rank, step=step, what=what, value=str(worst))
         if self._choice == "fail":
             raise NonFiniteLoss(f"{words}: checkpoints up to version {step} are of before it")
         if begins:
             with suppress(OSError, ValueError):
                 print(
-                    f"swift: rank {self._rank}: {words}; training goes on (non_finite_loss='fail' ends the job)",
+                    f"swift: rank {self._channel.rank}: {words}; training goes on "
+                    "(non_finite_loss='fail' ends the job)",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -205,13 +198,6 @@ def no_scaler() -> UsageError:
     )
 
 
-def no_tie() -> UsageError:
-    return UsageError(
-        "session.tie with updates='wait_free': gradients are applied before those of other stages are there; "
-        "use updates='after_backward'"
-    )
-
-
 def no_late_parameters() -> UsageError:
     return UsageError(
         "train_step has given an optimizer other parameters, after a gradient was complete or ones that no module had "
@@ -220,18 +206,8 @@ def no_late_parameters() -> UsageError:
     )
 
 
-def no_second_backward() -> UsageError:
-    return UsageError(
-        "a second backward pass in a step with updates='wait_free', whose first one was applied; put all but "
-        "the last one in `with session.accumulating():`, or use updates='after_backward'"
-    )
-
-
 # Reductions of buckets in flight at once: more would hide no more latency, and each holds its buffers.
 _IN_FLIGHT = 4
-
-ENV_MEASURE_UNDO = "SWIFT_UNDO_MEASURE"
-"""Environment variable (of drills): keeps copies that show the true error of an arithmetic undo."""
 
 
 class Updates:
@@ -246,40 +222,34 @@ class Updates:
         self,
         config: SessionConfig,
         reducer: Reducer | None,
-        faults: FaultInjector,
         *,
         ties: Ties,
         cut_step: CutStep,
         channel: Channel,
-        check: Callable[[], None],
-        groups_whole: Callable[[], None],
         votes: bool,
     ):
-        """`reducer` is None without other data-parallel ranks. `check` raises Interrupted once a newer generation is
-        published, `groups_whole` RuntimeError once a connection is broken. `votes`: several ranks of one
-        stage must update alike."""
+        """`reducer` is None without other data-parallel ranks. `votes`: several ranks of one stage must update
+        alike."""
         self._votes = votes
         self._config = config
         self._reducer = reducer
-        self._faults = faults
         self._channel = channel
-        self._check = check
-        self._groups_whole = groups_whole
-        self.vote: Hook[[], None] = Hook("Updates.vote")
+        # Set by the session, once, because what they call is made from these updates.
+        self.vote: Callable[[], None]
         """(engine) Returns if the update is to be applied, or stays applied."""
-        self.before_reduction: Hook[[], None] = Hook("Updates.before_reduction")
+        self.before_reduction: Callable[[], None]
         """(adoption) Called while gradients are still this rank's own."""
-        self.reduced: Hook[[], None] = Hook("Updates.reduced")
+        self.reduced: Callable[[], None]
         """(staggering) Called once some gradients are averages that no update has used yet."""
-        self.unreduced: Hook[[Iterable[torch.nn.Parameter]], None] = Hook("Updates.unreduced")
+        self.unreduced: Callable[[Iterable[torch.nn.Parameter]], None]
         """(recording) Called with parameters whose gradients are complete, before their reduction if they have one."""
-        self.before_update: Hook[[], None] = Hook("Updates.before_update")
+        self.before_update: Callable[[], None]
         """(engine) Called once gradients are reduced, before any update."""
         self.wait_free = config.updates == "wait_free" and reducer is not None
         self.shrinks_by = config.strategy if config.shrinks else ""
         """Strategy by which the other ranks go on without a lost rank; empty if they do not."""
         self.ties, self.left, self.cut_step = ties, LeftGradients(), cut_step
-        cut_step.given_up.bind(self._given_up)
+        cut_step.given_up = self._given_up
         self.journals: list[Journal] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self._buckets: list[UpdateBucket] = []
@@ -316,7 +286,6 @@ class Updates:
     def add(self, optimizer: torch.optim.Optimizer) -> None:
         undo = self._config.undo if self.wait_free else "none"
         journal = Journal(optimizer, undo=undo, bucket_bytes=self._config.bucket_bytes)
-        journal.measure = bool(os.environ.get(ENV_MEASURE_UNDO))
         if self.wait_free:
             events.emit("undo_mode", mode=journal.mode, reason=journal.why)
             if journal.why:
@@ -355,7 +324,10 @@ class Updates:
 
     def tie(self, parameter: torch.nn.Parameter, pipeline_ranks: Sequence[int]) -> None:
         if self.wait_free:
-            raise no_tie()
+            raise UsageError(
+                "session.tie with updates='wait_free': gradients are applied before those of other stages are there; "
+                "use updates='after_backward'"
+            )
         self.ties.add(parameter, pipeline_ranks)
 
     def reduced_elsewhere(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -422,7 +394,7 @@ class Updates:
         half = (len(buckets) + 1) // 2
         for number in range(len(buckets) + _IN_FLIGHT):
             if number < len(buckets):
-                self._check()
+                self._channel.check()
                 self._launch(buckets[number])
                 if buckets[number].reduction is not None:
                     self._fault("reduce", number, half - 1)
@@ -439,7 +411,7 @@ class Updates:
             return
         self._backward_begins()
         while self._finished < len(self._buckets):
-            self._check()
+            self._channel.check()
             while self._launched < min(len(self._buckets), self._finished + _IN_FLIGHT):
                 self._launch_next()
             self._finish_next()
@@ -453,7 +425,7 @@ class Updates:
     def _launch_next(self) -> None:
         """Launches the next bucket in the order common to all data-parallel ranks."""
         half = (len(self._buckets) + 1) // 2
-        if self.wait_free and self._launched == half and self._faults.due("update", self._version):
+        if self.wait_free and self._launched == half and self._channel.faults.due("update", self._version):
             # A rank that dies half-way through its updates must not have sent the rest to the others already.
             while self._finished < half:
                 self._finish_next()
@@ -604,7 +576,7 @@ class Updates:
         """Raises the error that has broken the step under way, if any."""
         if self.spoiled is not None:
             raise self.spoiled
-        self._groups_whole()
+        self._channel.check_whole()
 
     @contextmanager
     def spoiling(self) -> Iterator[None]:
@@ -628,7 +600,7 @@ class Updates:
     def _fault(self, phase: str, bucket: int = 0, middle: int = 0) -> None:
         """Marks the fault point after that bucket. The phase is half done after bucket `middle`."""
         if not self._channel.replaying:
-            self._faults.behind_bucket(phase, self._version, bucket, is_middle=bucket == middle)
+            self._channel.faults.behind_bucket(phase, self._version, bucket, is_middle=bucket == middle)
 
     # --- wait-free ---
 
@@ -645,7 +617,10 @@ class Updates:
         self._backward_begins()
         bucket = self.bucket_of.get(parameter)
         if bucket is not None and parameter not in bucket.awaited:
-            raise no_second_backward()
+            raise UsageError(
+                "a second backward pass in a step with updates='wait_free', whose first one was applied; put all but "
+                "the last one in `with session.accumulating():`, or use updates='after_backward'"
+            )
         if bucket is not None:
             self._ready([parameter], stage.grad_scale)
 

@@ -88,7 +88,6 @@ def write_digests(state: TrainerState, rank: int, recovered_in: int | None = Non
 
 
 def write_every_version(state: TrainerState, rank: int) -> None:
-    """(after each step) Writes digests if `ENV_DIGESTS_EVERY` asks for every version."""
     if os.environ.get(ENV_DIGESTS_EVERY):
         write_digests(state, rank)
 

@@ -2,7 +2,6 @@
 
 decorated  `swift_ft.reinit` around the function; what the module has read at its import stays
 script     nothing of it: the whole script is run again
-outside    the session is made once, outside of the decorated function: it cannot be used a second time
 
 Habits of strangers: an `except Exception` around everything, a barrier and destroy_process_group at the end, a session
 that is never closed, a loader whose order is shuffled without a seed, a dropout, and a precision that a step sets.
@@ -24,7 +23,6 @@ import swift_ft
 MODE, STEPS = sys.argv[1], int(sys.argv[2])
 WIDTH, BATCH, SAMPLES = 16, 8, 256
 DATA = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(0))
-SESSIONS: list[swift_ft.Session] = []
 BEFORE: list[weakref.ref[object]] = []
 """The model and the optimizer of each call: there may be no room for two of them."""
 with Path(os.environ["SWIFT_DIGESTS"], f"imports-{os.getpid()}").open("a") as file:
@@ -50,16 +48,12 @@ class Order:
 
 
 def train() -> None:
-    assert MODE == "outside" or not any(made() for made in BEFORE), "what was before is still there"
+    assert not any(made() for made in BEFORE), "what was before is still there"
     assert torch.get_default_dtype() is torch.float32
     assert torch.is_grad_enabled()
-    if MODE != "outside" or not SESSIONS:
-        SESSIONS.append(
-            swift_ft.Session.from_env(
-                strategy="reinit", replicas=dist_size(), checkpoint_every=4, metrics_listen="127.0.0.1:0"
-            )
-        )
-    session = SESSIONS[-1] if MODE == "outside" else SESSIONS.pop()
+    session = swift_ft.Session.from_env(
+        strategy="reinit", replicas=dist_size(), checkpoint_every=4, metrics_listen="127.0.0.1:0"
+    )
     assert dist.get_world_size() == session.world_size
     model = session.module(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.Linear(WIDTH, 1)))
     optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))

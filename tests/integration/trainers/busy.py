@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import torch
+from stages import compute, prepare
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import swift_ft
 
@@ -29,21 +29,14 @@ def may_hold() -> bool:
 if __name__ == "__main__":
     session = swift_ft.Session.from_env(seed=5, checkpoint_every=5)
     torch.manual_seed(session.rank)
-    module = nn.Linear(8, 8)
-    stage = session.adopt(PipelineStage(module, session.rank, 2, torch.device("cpu")))
-    schedule = ScheduleGPipe(stage, 2, loss_fn=nn.functional.mse_loss)
-    optimizer = session.optimizer(torch.optim.SGD(module.parameters(), lr=0.1))
-    session.register(schedule=schedule)
+    schedule, optimizer = prepare(session, nn.Linear(8, 8))
 
     def train_step(step: int) -> None:
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
         if step == AT and session.rank == 1 and may_hold():
             ctypes.PyDLL(None).sleep(SECONDS)  # as a C extension that does not give it up
         optimizer.zero_grad()
-        if session.rank == 0:
-            schedule.step(x)
-        else:
-            schedule.step(target=x)
+        compute(session, schedule, x)
         optimizer.step()
 
     session.run(train_step, STEPS)

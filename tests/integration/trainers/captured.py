@@ -1,9 +1,4 @@
-"""Replicas of whole models whose state is not of the usual kind: `captured.py MODE STEPS`.
-
-layout      a channels_last convolution net under fused AdamW, and one of bf16 under NAdam; two whole modules
-attributes  a momentum encoder, Python attributes, buffers that are not persistent, `random` and numpy in the forward
-apart       the same, and each replica notes its last loss in an attribute
-"""
+"""Replicas of a whole model, each of which notes its last loss in an attribute: `captured.py STEPS`."""
 
 import os
 import random
@@ -16,7 +11,7 @@ from torch import Tensor, nn
 
 import swift_ft
 
-MODE, STEPS = sys.argv[1], int(sys.argv[2])
+STEPS = int(sys.argv[1])
 
 
 class Position:
@@ -30,34 +25,6 @@ class Position:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.position = state["position"]
-
-
-def layout(session: swift_ft.Session) -> Any:
-    first = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GELU(), nn.Conv2d(8, 4, 1))
-    first.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    second = nn.Conv2d(4, 4, 3, dtype=torch.bfloat16)
-    second.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    session.module(first)
-    session.module(second)
-    optimizers = [
-        session.optimizer(torch.optim.AdamW(first.parameters(), fused=True)),
-        session.optimizer(torch.optim.NAdam(second.parameters())),
-    ]
-    data = Position()
-    session.register(loader=data)
-
-    def train_step(step: int) -> None:
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        data.position += 1
-        generator = torch.Generator().manual_seed(data.position * 10 + session.dp_rank)
-        x: Tensor = torch.randn(4, 3, 8, 8, generator=generator)
-        x = x.to(memory_format=torch.channels_last)
-        second(first(x).bfloat16()).float().square().mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-
-    return train_step
 
 
 class Contrast(nn.Module):
@@ -100,8 +67,7 @@ def attributes(session: swift_ft.Session) -> Any:
         generator = torch.Generator().manual_seed(data.position * 10 + session.dp_rank)
         x = torch.randn(4, 8, generator=generator) * (1 + 0.1 * torch.rand(())) * (1 + 0.1 * random.random())
         loss = (model(x) + 1).square().mean()
-        if MODE != "attributes":
-            model.last_loss = loss.item()
+        model.last_loss = loss.item()
         loss.backward()
         optimizer.step()
 
@@ -113,8 +79,7 @@ def main() -> None:
         seed=3, checkpoint_every=3, replicas=int(os.environ["WORLD_SIZE"])
     ) as session:
         torch.manual_seed(0)
-        train_step = (layout if MODE == "layout" else attributes)(session)
-        session.run(train_step, num_steps=STEPS)
+        session.run(attributes(session), num_steps=STEPS)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@ exact     a trainer with what shared replays must get right: autocast, a checkpo
           stage, a learning rate that goes by the losses, 5 microbatches
 wrong     what rank 1 makes for others computes something else
 unable    rank 0 gives its own module away, rank 1 cannot make one, rank 3 makes another one
-stateful  buffers that a forward changes
-stages    as exact, with two stages on a rank, in a V with split backwards
 device    as exact, on the simulated device (`tests/device`)
 dying     rank 1 is killed the first time that it makes a stage for another rank
 hanging   rank 1 stands still (SIGSTOP) in the first microbatch that it computes for another rank
@@ -20,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import Schedule1F1B, ScheduleZBVZeroBubble
+from torch.distributed.pipelining import Schedule1F1B
 from torch.utils.checkpoint import checkpoint
 
 import swift_ft
@@ -28,15 +26,14 @@ from tests.device import simulated
 
 MODE, STEPS = sys.argv[1], int(sys.argv[2])
 DEVICE = simulated.NAME if MODE == "device" else "cpu"
-WIDTH, MICROBATCHES, RANKS = 16, 5, 4
-STAGES = 2 * RANKS if MODE == "stages" else RANKS
+WIDTH, MICROBATCHES, STAGES = 16, 5, 4
 BATCH = 4 * MICROBATCHES
 
 
 class Part(nn.Module):
     """[B, WIDTH] bf16 or fp32 -> [B, WIDTH]"""
 
-    def __init__(self, index: int, dropout: float = 0.2, stateful: bool = False) -> None:
+    def __init__(self, index: int, dropout: float = 0.2) -> None:
         super().__init__()
         torch.manual_seed(index)
         self.last, self.dropout = index == STAGES - 1, dropout
@@ -44,7 +41,7 @@ class Part(nn.Module):
         self.frozen = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
         self.strided = nn.Parameter(torch.randn(WIDTH, WIDTH).t())
         self.register_buffer("table", torch.randn(WIDTH), persistent=False)
-        self.norm: nn.Module = nn.BatchNorm1d(WIDTH) if stateful else nn.LayerNorm(WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
 
     def block(self, x: Tensor) -> Tensor:
         return nn.functional.dropout(torch.tanh(self.linear(x) + self.table), self.dropout, self.training)
@@ -103,15 +100,13 @@ def main() -> None:
         simulated.load()
     session = swift_ft.Session.from_env(seed=5, checkpoint_every=4)
     rank = session.rank
-    stateful = MODE == "stateful"
-    indices = [rank, STAGES - 1 - rank] if MODE == "stages" else [rank]
-    modules = [Part(index, stateful=stateful).to(DEVICE) for index in indices]
+    module = Part(rank).to(DEVICE)
 
     def make(index: int) -> nn.Module:
         if MODE == "wrong" and rank == 1:
             return Part(index, dropout=0.25)
         if MODE == "unable" and rank == 0:
-            return modules[0]
+            return module
         if MODE == "unable" and rank == 1:
             raise MemoryError("no room")
         if MODE == "unable":
@@ -120,18 +115,11 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         if MODE == "hanging" and rank == 1:
             return Hanging(index)
-        return Part(index, stateful=stateful).to(DEVICE)
+        return Part(index).to(DEVICE)
 
-    stages = [
-        session.pipeline_stage(module, index, STAGES, DEVICE)
-        for module, index in zip(modules, indices, strict=True)
-    ]
-    schedule: Any
-    if MODE == "stages":
-        schedule = ScheduleZBVZeroBubble(stages, MICROBATCHES, loss_fn=loss_fn)
-    else:
-        schedule = Schedule1F1B(stages[0], MICROBATCHES, loss_fn=loss_fn)
-    trained = [p for module in modules for p in module.parameters() if p.requires_grad]
+    stage = session.pipeline_stage(module, rank, STAGES, DEVICE)
+    schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=loss_fn)
+    trained = [p for p in module.parameters() if p.requires_grad]
     optimizer = session.optimizer(torch.optim.AdamW(trained, lr=0.01))
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.7, patience=0)
     data = Data()
@@ -143,7 +131,7 @@ def main() -> None:
         optimizer.zero_grad()
         losses: list[Tensor] = []
         inputs: dict[str, Any] = {"scale": scale}
-        if STAGES - 1 in indices:
+        if rank == STAGES - 1:
             inputs |= {"target": y, "losses": losses}
         with torch.autocast(DEVICE, dtype=torch.bfloat16):
             schedule.step(*([x] if rank == 0 else []), **inputs, return_outputs=False)

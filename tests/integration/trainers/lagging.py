@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 import torch
+from stages import compute, prepare
 from torch import nn
-from torch.distributed.pipelining import ScheduleGPipe
 
 import swift_ft
 from swift_ft import events
@@ -27,11 +27,7 @@ if __name__ == "__main__":
     )
     torch.manual_seed(session.rank)
     module = nn.Linear(WIDTH, WIDTH)
-    stage = session.pipeline_stage(module, session.pipeline_rank, 2)
-    schedule = ScheduleGPipe(stage, 2, loss_fn=nn.functional.mse_loss)
-    optimizer = session.optimizer(torch.optim.SGD(module.parameters(), lr=0.1))
-
-    session.register(schedule=schedule)
+    schedule, optimizer = prepare(session, module)
     first_step = -1
 
     def rests(step: int) -> bool:
@@ -44,10 +40,7 @@ if __name__ == "__main__":
         generator = torch.Generator().manual_seed(2 * step + session.dp_rank)
         x = torch.randn(BATCH, WIDTH, generator=generator)
         optimizer.zero_grad()
-        if session.pipeline_rank == 0:
-            schedule.step(x)
-        else:
-            schedule.step(target=x)
+        compute(session, schedule, x)
         session.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()
         if rests(step):

@@ -1,4 +1,4 @@
-"""Three stages with large boundaries and few parameters: `reading.py MICROBATCH_S HELPERS STEPS`."""
+"""Three stages with large boundaries and few parameters: `reading.py MICROBATCH_S STEPS`."""
 
 import sys
 
@@ -9,7 +9,7 @@ from torch.distributed.pipelining import Schedule1F1B
 import swift_ft
 from swift_ft.lab.drill.model import paced
 
-MICROBATCH_S, HELPERS, STEPS = float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+MICROBATCH_S, STEPS = float(sys.argv[1]), int(sys.argv[2])
 STAGES, MICROBATCHES, ROWS, WIDTH = 3, 4, 32, 1024
 
 
@@ -25,13 +25,12 @@ class Part(nn.Module):
 
 
 def main() -> None:
-    with swift_ft.Session.from_env(seed=1, checkpoint_every=1000, helpers=HELPERS) as session:
+    with swift_ft.Session.from_env(seed=1, checkpoint_every=1000) as session:
         module = Part()
         stage = session.pipeline_stage(module, session.rank, STAGES)
         schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=nn.functional.mse_loss)
         optimizer = session.optimizer(torch.optim.SGD(module.parameters(), lr=0.01))
         session.register(schedule=schedule)
-        session.help_replay(lambda _index: Part())
 
         def train_step(step: int) -> None:
             generator = torch.Generator().manual_seed(step)

@@ -1,8 +1,8 @@
 """Two stages, or a model with two replicas, and something that the session does not know: `rehearsed.py LAYOUT KIND
 STEPS [AWAITED...]`, LAYOUT "pipeline" or "replicas".
 
-KIND is where it is kept: of "attribute", "hook", "counter" and "ids" the module `hidden` makes something in its
-forward; of "iterator", "file" and "queue" so does the step of its input. "nothing" hides nothing. "flips" has a bit
+KIND is where it is kept: of "counter" and "ids" the module `hidden` makes something in its forward; of "iterator" and
+"file" so does the step of its input. "nothing" hides nothing. "flips" has a bit
 of rank 1's weights flipped in step FLIPPED, as by a cosmic ray. "killed" loses rank 1 in step KILLED, once a
 rehearsal from the checkpoint before it is under way.
 
@@ -13,13 +13,11 @@ version. A step takes a millisecond here, a rehearsal seconds. Then rank 0 write
 import itertools
 import json
 import os
-import queue
 import random
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +38,6 @@ RANK = int(os.environ["RANK"])
 PATIENCE_S = 90.0
 
 
-class Meter:
-    def __init__(self) -> None:
-        self.seen = 0
-
-
 class Thing:
     def __init__(self, number: int) -> None:
         self.number = number
@@ -61,7 +54,6 @@ class Hidden(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(WIDTH))
-        self.meter = Meter()
         self.numbers = itertools.count(1)
         self.things = things()
 
@@ -70,9 +62,6 @@ class Hidden(nn.Module):
 
     def kept(self) -> float:
         match KIND:
-            case "attribute":
-                self.meter.seen += 1
-                return self.meter.seen
             case "counter":
                 return next(self.numbers)
             case "ids":
@@ -100,19 +89,6 @@ class Numbers:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.position = state["position"]
-
-
-def fed() -> Iterator[int]:
-    """By a thread."""
-    ready: queue.Queue[int] = queue.Queue(2)
-
-    def feed() -> None:
-        for number in itertools.count(1):
-            ready.put(number)
-
-    threading.Thread(target=feed, daemon=True).start()
-    while True:
-        yield ready.get()
 
 
 def read_on(path: Path) -> int:
@@ -201,7 +177,7 @@ def main() -> None:
             schedule = ScheduleGPipe(stage, 2, loss_fn=nn.functional.mse_loss)
             session.register(schedule=schedule)
         optimizer = session.optimizer(torch.optim.AdamW(module.parameters(), lr=0.01))
-        numbers, ready = Numbers(), fed()
+        numbers = Numbers()
         if KIND == "iterator":
             session.register(numbers=numbers)
 
@@ -209,8 +185,6 @@ def main() -> None:
             match KIND:
                 case "iterator":
                     return next(numbers)
-                case "queue":
-                    return next(ready)
                 case "file":
                     return read_on(Path(os.environ["SWIFT_DIGESTS"], f"count-{RANK}"))
             return 0.0
@@ -219,8 +193,6 @@ def main() -> None:
             optimizer.zero_grad()
             x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(2 * step + session.dp_rank))
             x += 0.01 * offset()
-            if KIND == "hook" and step == 1:
-                module.hidden.register_forward_hook(lambda _module, _inputs, output: output * 1.5)
             if KIND == "flips" and (RANK, step) == (1, FLIPPED) and not beside:
                 module.first.weight.data.view(torch.int32)[0, 0] ^= 1 << 20
             if KIND == "killed" and step == KILLED:

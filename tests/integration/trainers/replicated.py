@@ -1,11 +1,8 @@
 """Data parallelism without a pipeline: `replicated.py MODE STEPS`.
 
-plain      a whole module; the session averages its gradients, clips them, scales them
-ddp        DistributedDataParallel, two backward passes in a step
 wait_free  buckets are applied while backward goes on, after an accumulating pass; NAdam
 halves     the same of three, in whose first step the second dies once the third has applied a bucket; the first is
            still before its own
-statistics running statistics that every replica takes of its own batches: these are no replicas
 """
 
 import os
@@ -86,21 +83,15 @@ def _until(condition: Callable[[], bool]) -> None:
 
 
 def main() -> None:
-    updates = "wait_free" if MODE in ("wait_free", "halves") else "after_backward"
     replicas = int(os.environ["WORLD_SIZE"])
     with swift_ft.Session.from_env(
-        seed=3, checkpoint_every=3, replicas=replicas, updates=updates, bucket_bytes=512
+        seed=3, checkpoint_every=3, replicas=replicas, updates="wait_free", bucket_bytes=512
     ) as session:
         torch.manual_seed(session.rank)  # the session gives all replicas the first one's weights
         model: nn.Module = nn.Sequential(
             *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2), nn.Tanh()) for _ in range(4))
         )
-        if MODE == "statistics":
-            model = nn.Sequential(model, nn.BatchNorm1d(WIDTH))
-        if MODE == "ddp":
-            model = session.ddp(model)
-        kind = torch.optim.NAdam if updates == "wait_free" else torch.optim.AdamW
-        plain = kind(model.parameters(), lr=1e-2, weight_decay=0.1)
+        plain = torch.optim.NAdam(model.parameters(), lr=1e-2, weight_decay=0.1)
         apart = Apart(session.rank)
         if MODE == "halves":
             apart.watch(model[2][0].weight, plain)  # type: ignore[index, arg-type]
@@ -108,27 +99,18 @@ def main() -> None:
         optimizer = session.optimizer(plain)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         data = Data(session.dp_rank)
-        scaler = torch.amp.GradScaler("cpu", enabled=MODE == "plain", init_scale=2.0**40, growth_interval=3)
-        objects = {"scaler": scaler} if MODE == "plain" else {}
-        session.register(loader=data, scheduler=scheduler, **objects)
+        session.register(loader=data, scheduler=scheduler)
 
         def loss() -> Tensor:
             return (model(next(data)) - 1).square().mean()
 
         def train_step(step: int) -> None:
             optimizer.zero_grad()
-            if MODE != "plain":
-                with session.accumulating():
-                    loss().backward()
+            with session.accumulating():
+                loss().backward()
             apart.arm()
-            scaler.scale(loss()).backward()
-            if MODE == "plain":
-                session.reduce_gradients()
-                scaler.unscale_(optimizer)
-            if MODE in ("plain", "ddp"):
-                session.clip_grad_norm_(model.parameters(), 0.5)
-            scaler.step(optimizer)
-            scaler.update()
+            loss().backward()
+            optimizer.step()
             scheduler.step()
 
         session.run(train_step, num_steps=STEPS)

@@ -1,13 +1,12 @@
 """Replicas of one stage, of which some are lost: `shrinking.py session STEPS [HABIT]` in a job, and beside it
 `shrinking.py reference STEPS OUT [STEP:LOST...] [CUT.json]`, plain torch in one process: means over three origins,
-without LOST from STEP on. CUT: step -> what became of each bucket of it (event "lossy_step"). HABIT is how the
-trainer gets at its batches: "asks" in each step for its data-parallel rank, has a "loader", and two that nobody can
-carry out for another rank: "knows" it from before, "talks" before it updates. One that is "late" asks, computes by a
-schedule, and rank 0 begins to compute step LATE when the others have lost a rank. One that is "deaf" asks, and in
-step LATE rank 1 is lost once all have the first average, of which rank 2 has heard nothing. One that "lingers" talks,
-and behind that rank 0 waits in step LATE + 1 until the lost rank has come back. Those that are "lazy", "eager" or
-"plain" have torch's DataLoader with the session's numbers (so plain torch cannot say what their bits must be): it
-makes its iterator when it needs one, or at once; the "plain" one is lazy and registered, not made by the session.
+without LOST from STEP on. CUT: step -> what became of each bucket of it (event "lossy_step"). HABIT is how the trainer
+gets at its batches: "asks" in each step for its data-parallel rank, has a "loader", and two that nobody can carry out
+for another rank: "knows" it from before, "talks" before it updates. One that is "late" asks, computes by a schedule,
+and rank 0 begins to compute step LATE when the others have lost a rank. One that is "deaf" asks, and in step LATE rank
+1 is lost once all have the first average, of which rank 2 has heard nothing. One that "lingers" talks, and behind that
+rank 0 waits in step LATE + 1 until the lost rank has come back. One that is "plain" has torch's DataLoader, registered,
+with the session's numbers (so plain torch cannot say what its bits must be).
 
 Both write a digest of weights and optimizer state for every step: `{step: digest}`.
 """
@@ -123,10 +122,9 @@ def in_a_job(steps: int, habit: str) -> None:
     lingers, was_here = (
         Path(os.environ["SWIFT_DIGESTS"], name) for name in ("lingers", f"was-here-{os.environ['RANK']}")
     )
+    # What the others have logged of that step is to be in the log when this rank comes back.
     while habit == "lingers" and was_here.exists() and not lingers.exists():
-        time.sleep(
-            0.5
-        )  # what the others have logged of that step is to be in the log when this rank comes back
+        time.sleep(0.5)
     was_here.touch()
     settings = {"seed": 1, "checkpoint_every": 4, "replicas": ORIGINS, "bucket_bytes": 2048}
     under_way = Position()
@@ -142,10 +140,8 @@ def in_a_job(steps: int, habit: str) -> None:
         session.register(scheduler=scheduler)
         if habit == "loader":
             batches = session.loader(Batches)
-        elif habit in ("lazy", "eager"):
-            shuffled: Any = session.loader(lambda origin: Shuffled(habit == "eager"))
         elif habit == "plain":
-            shuffled = Shuffled(eager=False)
+            shuffled = Shuffled(WIDTH)
             session.register(loader=shuffled)
         else:
             position = Position()
@@ -160,7 +156,7 @@ def in_a_job(steps: int, habit: str) -> None:
             optimizer.zero_grad()
             if habit == "loader":
                 at, origin = batches.next_batch()
-            elif habit not in ("lazy", "eager", "plain"):
+            elif habit != "plain":
                 at, origin = position.step, own if habit == "knows" else session.dp_rank
                 position.step += 1
             if habit in ("talks", "lingers"):
@@ -173,7 +169,7 @@ def in_a_job(steps: int, habit: str) -> None:
                     await_notices(1)
                 batch, target = batch_of(at, origin)
                 schedule.step(batch, target=target)
-            elif habit in ("lazy", "eager", "plain"):
+            elif habit == "plain":
                 batch = next(shuffled)
                 distance(model(batch), batch.roll(1, 0)).backward()
             else:

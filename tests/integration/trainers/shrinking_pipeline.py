@@ -1,42 +1,40 @@
 """Replicas of a pipeline, of which some ranks are lost: `shrinking_pipeline.py session STEPS STAGES REPLICAS [HABIT]`
-in a job, and beside it `shrinking_pipeline.py reference STEPS STAGES REPLICAS OUT [HABIT]`, plain torch in one
-process: the mean over all origins in every step. HABIT: "sums" the loss over its pipeline before it updates,
-"evaluates" behind its update, which nobody can do for a lost rank; "adds" has stages whose backward torch 2.13
-cannot split; "counts" its own forwards in a buffer and an attribute, and fails if there are others; "twice" calls
-the schedule so often in each step; "scales" gradients before they are reduced; "counts first" sums over its pipeline
-before it calls the schedule; "weighs" its loss by a number of its batch (loss_kwargs); "hides" that number in an
-object that its loss knows; "remembers" its last forward, and adds a little of it; "ties" a weight of its first stage
-to one of its last; "sleeps" in its forwards, in a job; "halves" what passes between stages to bf16; "alternates"
-between two schedules, of which one has twice the microbatches, "ramps" to the larger one in step RAMP, which is its
-first call; "applies" is "alternates" with wait-free updates, which allow no clipping; "clamps" gradients by a hook
-as they are added up; "calm" does not clip, as its norms are small, and saves no checkpoint; "calm:STAGE:STEP:FACTOR"
-multiplies the gradients of that stage and those before it in that step. Calm as well are "reads", which looks at
-each norm, "logs", which writes it and its loss down, "saves" a checkpoint every four steps, "stops" four steps
-early, and "checks" that its optimizer has never seen large gradients; "scaled" has a gradient scaler, does not ask
-for norms, and skips a step in which a stage finds inf; so does "disabled", whose scaler is, "freezes", which freezes
-stage 1 and writes scales down, "unregistered", and "apart", whose scaler is enabled at the last stage only. Rank 0
-of one that "waits" waits in step LATE until a lost rank has come back; "returns" does so in step RETURNED, and is
-calm. "shuffles" has torch's DataLoader by `session.loader`, in an order of each pipeline's own, which plain torch does
-not know. "tallies" has a loss function that counts in a registered object. "asks" does none of it.
+in a job, and beside it `shrinking_pipeline.py reference STEPS STAGES REPLICAS OUT [HABIT]`, plain torch in one process:
+the mean over all origins in every step. HABIT: "sums" the loss over its pipeline before it updates, "evaluates" behind
+its update, which nobody can do for a lost rank; "adds" has stages whose backward torch 2.13 cannot split; "counts" its
+own forwards in a buffer and an attribute, and fails if there are others; "twice" calls the schedule so often in each
+step; "scales" gradients before they are reduced; "counts first" sums over its pipeline before it calls the schedule;
+"weighs" its loss by a number of its batch (loss_kwargs); "hides" that number in an object that its loss knows;
+"remembers" its last forward, and adds a little of it; "ties" a weight of its first stage to one of its last;
+"alternates" between two schedules, of which one has twice the microbatches, "ramps" to the larger one in step RAMP,
+which is its first call; "applies" is "alternates" with wait-free updates, which allow no clipping; "clamps" gradients
+by a hook as they are added up; "calm" does not clip, as its norms are small, and saves no checkpoint;
+"calm:STAGE:STEP:FACTOR" multiplies the gradients of that stage and those before it in that step. Calm as well are
+"reads", which looks at each norm, "logs", which writes it and its loss down, "saves" a checkpoint every four steps,
+"stops" four steps early, and "checks" that its optimizer has never seen large gradients; "scaled" has a gradient
+scaler, does not ask for norms, and skips a step in which a stage finds inf; so does "freezes", which freezes stage 1
+and writes scales down, "unregistered", and "apart", whose scaler is enabled at the last stage only. Rank 0 of one that
+"waits" waits in step LATE until a lost rank has come back; "returns" does so in step RETURNED, and is calm. "shuffles"
+has torch's DataLoader by `session.loader`, in an order of each pipeline's own, which plain torch does not know.
+"tallies" has a loss function that counts in a registered object. "asks" does none of it.
 
 Both write a digest of each stage's weights and optimizer state for every step: `{step: digest}`.
 """
 
-import hashlib
 import itertools
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from shrinking import Position, await_notices, bits
 from torch import Tensor, nn
 
 WIDTH, BATCH, MICROBATCHES, MAX_NORM = 16, 8, 4, 0.5
 LATE, RETURNED, RAMP = 8, 18, 7
-SCALED = ("scaled", "disabled", "freezes", "unregistered", "apart")
+SCALED = ("scaled", "freezes", "unregistered", "apart")
 CALM = ("calm", "reads", "logs", "saves", "stops", "checks", "returns", *SCALED)
 SCALE, GROWS_AFTER = 256.0, 5
 Made = tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]
@@ -83,26 +81,6 @@ class Remembers(nn.Sequential):
         return out * (1 + before)
 
 
-class Halves(nn.Sequential):
-    """What it gives to the next stage."""
-
-    last = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = super().forward(x.float())
-        return out if self.last else out.bfloat16()
-
-
-class Sleeps(nn.Sequential):
-    """As long as a large stage would compute."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if "SWIFT_EVENTS" in os.environ:
-            time.sleep(0.05)
-        out: Tensor = super().forward(x)
-        return out
-
-
 class Gains(nn.Sequential):
     """Its gradients are larger or smaller, and what it gives is the same."""
 
@@ -116,13 +94,6 @@ class Gains(nn.Sequential):
 def gain_of(habit: str, stage: int, step: int) -> float:
     _, *told = habit.split(":")
     return float(told[2]) if told and (int(told[0]), int(told[1])) == (stage, step) else 1.0
-
-
-def await_notices(count: int) -> None:
-    """One of each loss, and one of each return."""
-    (trace,) = Path(os.environ["SWIFT_EVENTS"]).glob(f"*-{os.getpid()}.jsonl")
-    while trace.read_text().count('"notice"') < count:
-        time.sleep(0.01)
 
 
 def clamp(parameter: Tensor) -> None:
@@ -146,19 +117,14 @@ def made(stage: int, stages: int, habit: str) -> Made:
     torch.manual_seed(5 + stage)
     if habit == "adds":
         module: nn.Module = Adds()
-    elif habit == "remembers":
-        module = Remembers(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
     else:
         kinds: dict[str, type[nn.Sequential]] = {
             "counts": Counts,
-            "halves": Halves,
-            "sleeps": Sleeps,
+            "remembers": Remembers,
             **dict.fromkeys(CALM, Gains),
         }
         whole = kinds.get(habit.split(":")[0], nn.Sequential)
         module = whole(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-        if isinstance(module, Halves):
-            module.last = stage == stages - 1
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.1)
     return module, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
 
@@ -179,25 +145,6 @@ def loss_of(output: Tensor, target: Tensor, weight: float = 1.0) -> Tensor:
 
 def weight_of(batch: Tensor) -> float:
     return float(batch.abs().max())
-
-
-def bits(module: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    states = [optimizer.state[parameter] for parameter in module.parameters()]
-    tensors = [*module.parameters(), *(state[name] for state in states for name in sorted(state))]
-    return hashlib.sha256(b"".join(t.detach().contiguous().numpy().tobytes() for t in tensors)).hexdigest()
-
-
-class Position:
-    """Of the data: the step is what its batches are made of."""
-
-    def __init__(self) -> None:
-        self.step = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"step": self.step}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.step = state["step"]
 
 
 def in_a_job(steps: int, stages: int, replicas: int, habit: str) -> None:
@@ -221,7 +168,7 @@ def in_a_job(steps: int, stages: int, replicas: int, habit: str) -> None:
         stage = session.pipeline_stage(module, number, stages, torch.device("cpu"))
         hidden, seen = {"weight": 1.0}, Position()
         scaled = habit.split(":")[0] in SCALED
-        enabled = habit != "disabled" and (habit != "apart" or number == stages - 1)
+        enabled = habit != "apart" or number == stages - 1
         scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=GROWS_AFTER, enabled=enabled)
         if habit == "freezes" and number == 1:
             module.requires_grad_(False)
@@ -243,7 +190,7 @@ def in_a_job(steps: int, stages: int, replicas: int, habit: str) -> None:
             session.register(schedule=each)
         files: Any = None
         if habit == "shuffles":
-            files = session.loader(lambda dp_rank: Shuffled(eager=False, width=WIDTH))
+            files = session.loader(lambda dp_rank: Shuffled(WIDTH))
         else:
             session.register(loader=position)
         session.register(scheduler=scheduler)

@@ -5,7 +5,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-WIDTH = 24
 BATCH = 8
 
 
@@ -23,12 +22,11 @@ class Noisy(Dataset[Tensor]):
 
 
 class Shuffled:
-    """A loader with a position. It makes its iterator at once (`eager`), or when it needs one."""
+    """A loader with a position. It makes its iterator when it needs one."""
 
-    def __init__(self, eager: bool, width: int = WIDTH) -> None:
+    def __init__(self, width: int) -> None:
         self.loader = DataLoader(Noisy(width), batch_size=BATCH, shuffle=True)
-        self.position, self.eager = 0, eager
-        self.iterator = iter(self.loader) if eager else None
+        self.position, self.iterator = 0, None
 
     def __next__(self) -> Tensor:
         if self.iterator is None:
@@ -51,5 +49,3 @@ class Shuffled:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.position, self.iterator = state["position"], None
-        if self.eager:
-            self._begin()

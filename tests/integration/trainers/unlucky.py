@@ -1,16 +1,15 @@
-"""A small trainer to which things happen: `unlucky.py DIRECTORY STEPS MISHAPS [REPLICAS [EVERY
-[NON_FINITE_LOSS [RATE]]]]`.
+"""A small trainer to which things happen: `unlucky.py DIRECTORY STEPS MISHAPS [REPLICAS [EVERY [NON_FINITE_LOSS
+[RATE]]]]`.
 
 MISHAPS is a JSON list of {"rank", "step", "at", "what", "times", "behind"}: `what` happens at that place of that step,
 so many times (default 1) in all processes of the rank together, and not before the mishap with the number `behind` of
-the list has happened. Places: "step" (its begin), "forward", "backward", "vote" (in the optimizer), "replay" (of any
-step), "build" (while groups are connected), "made" (before `run`), "first" (before the session), "load", "loaded"
-(around a checkpoint), "after" (behind `run`). With "reset" every connection to other ranks is broken, by a reset; with
+the list has happened. Places: "step" (its begin), "backward", "made" (before `run`), "load", "loaded" (around a
+checkpoint), "after" (behind `run`). With "reset" every connection to other ranks is broken, by a reset; with
 "terminate" the launcher gets SIGTERM, the step goes on when a last checkpoint is agreed on, and the process stands
-still once it is complete; with "nan" the data of the step are not numbers; "slow" takes a tenth of a second.
-"raise when saved" and "die when told" wait until the checkpoint that was due last is complete; the second one then
-makes "there<step>" and waits for "die<step>". "stop" ends the run, in replays as well; "die with the word" kills the
-rank once it has said that it is at its end.
+still once it is complete; with "nan" the data of the step are not numbers; "slow" takes a tenth of a second; "say"
+prints a line. "raise when saved" and "die when told" wait until the checkpoint that was due last is complete; the
+second one then makes "there<step>" and waits for "die<step>". "stop" ends the run, in replays as well; "die with the
+word" kills the rank once it has said that it is at its end.
 """
 
 import ctypes
@@ -21,12 +20,12 @@ import signal
 import socket
 import struct
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from stages import compute
 from torch import Tensor, nn
 from torch.distributed.pipelining import ScheduleGPipe
 
@@ -78,7 +77,7 @@ def happen(at: str, step: int = -1) -> None:
         if mishap["rank"] != RANK or mishap.get("at", "step") != at or mishap.get("step", step) != step:
             continue
         replaying = "session" in globals() and session.replaying
-        if replaying and at != "replay" and mishap["what"] != "stop":
+        if replaying and mishap["what"] != "stop":
             continue
         if "behind" in mishap and not (DIRECTORY / f"mishap{mishap['behind']}").exists():
             continue
@@ -108,8 +107,6 @@ def suffer(what: str, times: int) -> None:
             while not (DIRECTORY / f"die{now}").exists():
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
-        case "exit":
-            raise SystemExit(7)
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         case "terminate":
@@ -122,6 +119,8 @@ def suffer(what: str, times: int) -> None:
             factor = math.nan
         case "slow":
             time.sleep(0.1)
+        case "say":
+            print(f"rank {RANK}: step {now}", flush=True)
         case "stop":
             session.stop("enough")
         case "die with the word":
@@ -153,14 +152,6 @@ def stand_still_once_saved() -> None:
         time.sleep(3600.0)
 
 
-def reset_while_building() -> None:
-    """From a thread, as soon as there is something to reset."""
-    for _ in range(2000):
-        if reset_connections():
-            return
-        time.sleep(0.001)
-
-
 def load(store: CheckpointStore, version: int) -> Any:
     happen("load")
     state = loads(store, version)
@@ -177,7 +168,6 @@ class Part(nn.Module):
         self.dropout = nn.Dropout(0.2)
 
     def forward(self, x: Tensor) -> Tensor:
-        happen("forward", now)
         y: Tensor = self.dropout(torch.tanh(self.linear(x)))
         if y.requires_grad:
             y.register_hook(lambda _gradient: happen("backward", now))
@@ -189,20 +179,15 @@ factor = 1.0
 leaves_after = STEPS
 loads = CheckpointStore.load
 if __name__ == "__main__":
-    happen("first")
     CheckpointStore.load = load  # type: ignore[method-assign]
-    if any(m["rank"] == RANK and m.get("at") == "build" for m in MISHAPS):
-        threading.Thread(target=reset_while_building, daemon=True).start()
     session = swift_ft.Session.from_env(
         seed=5, checkpoint_every=EVERY, replicas=REPLICAS, non_finite_loss=NON_FINITE_LOSS
     )
     torch.manual_seed(session.rank)
     module = Part()
-    stages = session.pipeline_ranks
-    stage = session.pipeline_stage(module, session.pipeline_rank, stages)
+    stage = session.pipeline_stage(module, session.pipeline_rank, session.pipeline_ranks)
     schedule = ScheduleGPipe(stage, 2, loss_fn=nn.functional.mse_loss)
     optimizer = session.optimizer(torch.optim.AdamW(module.parameters(), lr=RATE))
-    optimizer.register_step_post_hook(lambda *_: happen("vote", now))
     session.register(schedule=schedule)
     happen("made")
 
@@ -212,17 +197,10 @@ if __name__ == "__main__":
         happen("step", step)
         if step > leaves_after:
             stand_still_once_saved()
-        if session.replaying:
-            happen("replay")
         generator = torch.Generator().manual_seed(2 * step + session.dp_rank)
         x = torch.randn(BATCH, WIDTH, generator=generator) * factor
         optimizer.zero_grad()
-        if session.pipeline_rank == 0:
-            schedule.step(x)
-        elif session.pipeline_rank == stages - 1:
-            schedule.step(target=x)
-        else:
-            schedule.step()
+        compute(session, schedule, x)
         norm = session.clip_grad_norm_(module.parameters(), 1.0)
         session.log(norm=norm)
         optimizer.step()

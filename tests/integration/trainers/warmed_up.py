@@ -1,9 +1,8 @@
 """Two stages, a script that a spare runs before it is needed: `warmed_up.py MODE STEPS`.
 
 plain     changes what a process has: its directory, environment, path, a signal's handler, torch's settings, streams
-reinit    its function is decorated with swift_ft.reinit, and has a `finally` that fails
-raises, step, exits, killed, ends, hangs    a warm-up does not come far enough
-once, late_once    it cannot begin a second time in one process: at its first line, after its session is made
+raises, exits, ends, hangs    a warm-up does not come far enough
+once    it cannot begin a second time in one process
 patches   it changes a function of torch's, once more each time
 thread, workers, keeps    it leaves a thread, processes, or its model behind
 forks     it forks a process that ends itself
@@ -62,17 +61,12 @@ if swift_ft.is_warming_up():
         sys.exit(0)
     if MODE == "exits":
         os._exit(7)
-    if MODE == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
     if MODE == "hangs":
         time.sleep(600)
 
 
 def main() -> None:
-    strategy = "reinit" if MODE == "reinit" else "auto"
-    session = swift_ft.Session.from_env(checkpoint_every=4, metrics_listen="127.0.0.1:0", strategy=strategy)
-    if MODE == "late_once":
-        torch.library.define("stranger::late", "(Tensor x) -> Tensor")
+    session = swift_ft.Session.from_env(checkpoint_every=4, metrics_listen="127.0.0.1:0")
     rank, ranks = session.pipeline_rank, session.pipeline_ranks
     module = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Dropout(0.1))
     stage = session.pipeline_stage(module, rank, ranks)
@@ -84,8 +78,6 @@ def main() -> None:
     def step(number: int) -> None:
         generator = torch.Generator().manual_seed(number)
         x, y = (torch.randn(BATCH, WIDTH, generator=generator) for _ in range(2))
-        if MODE == "step" and swift_ft.is_warming_up():
-            raise ValueError("not in a warm-up")
         optimizer.zero_grad()
         schedule.step(*((x,) if rank == 0 else ()), **({"target": y} if rank == ranks - 1 else {}))
         session.clip_grad_norm_(module.parameters(), 1.0)
@@ -102,14 +94,10 @@ def main() -> None:
         sys.path.insert(0, "/nowhere")
         signal.signal(signal.SIGUSR1, lambda *_: None)
         torch.set_float32_matmul_precision("high")
-    try:
-        with session:
-            session.run(step, STEPS)
-    finally:
-        if MODE == "reinit" and swift_ft.is_warming_up():
-            raise RuntimeError("the others are not there")
+    with session:
+        session.run(step, STEPS)
     (OUT / f"bits-{rank}.json").write_text(json.dumps({str(n): value.hex() for n, value in seen.items()}))
 
 
 if __name__ == "__main__":
-    (swift_ft.reinit(main) if MODE == "reinit" else main)()
+    main()

@@ -29,11 +29,9 @@ def judge(
     trainer: header.Trainer,
     world: int,
     *,
-    warm_up: bool = False,
     device: str = "",
 ) -> tuple[verdict.Verdict, Path]:
-    """Undisturbed, then killed at three places; with `warm_up` at two, each time with a spare that was warmed up.
-    `device`: `probe.ENV_DEVICE`."""
+    """Undisturbed, then killed at three places. `device`: `probe.ENV_DEVICE`."""
     place.mkdir(parents=True, exist_ok=True)
     name = _job(f"{trainer.name.replace('_', '-')}-{world}-{place.name}")
     calm = run.run(
@@ -42,16 +40,14 @@ def judge(
     found = verdict.of_undisturbed(calm)
     if found.word != verdict.SAME:
         return found, calm.directory
-    kills = (run.two_kills if warm_up else run.three_kills)(trainer, world)
+    kills = run.three_kills(trainer, world)
     job = f"{name}-killed"
-    killed = run.run(services, place / job, trainer, world, kills, job, warm_up=warm_up, device=device)
+    killed = run.run(services, place / job, trainer, world, kills, job, device=device)
     found = verdict.of_killed(calm, killed, len(kills))
     if found.word == verdict.SAME and killed.fired < len(kills):
         found = verdict.Verdict(
             word=verdict.MISS, why=f"only {killed.fired} of {len(kills)} kills came about"
         )
-    if warm_up:
-        print(f"     {verdict.warmed(killed)}", flush=True)
     return found, killed.directory
 
 
@@ -99,7 +95,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("names", nargs="*", help="trainers (default: all)")
     parser.add_argument("--world", type=int, help="number of ranks (default: those in the header)")
     parser.add_argument("--table", action="store_true", help="write the table of docs/trainers.md and stop")
-    parser.add_argument("--warm-up", action="store_true", help="spares are warmed up before each kill")
     parser.add_argument(
         "--adaptive", action="store_true", help="pipelines with two replicas, whose ranks are lost for good"
     )
@@ -132,7 +127,7 @@ def main(argv: list[str]) -> int:
             for trainer in wanted:
                 for world in [arguments.world] if arguments.world else trainer.worlds:
                     began = time.monotonic()
-                    found, where = judge(services, place / "runs", trainer, world, warm_up=arguments.warm_up)
+                    found, where = judge(services, place / "runs", trainer, world)
                     took = time.monotonic() - began
                     expected = trainer.expected.get(world) or trainer.expected[max(trainer.worlds)]
                     good = found.word == expected.verdict and expected.says in found.why

@@ -88,7 +88,7 @@ def read(path: Path) -> Trainer:
         if each.verdict not in VERDICTS:
             raise ValueError(f"{path.name}: '# verdict: {each.verdict}'; give one of {', '.join(VERDICTS)}")
     kills = fields.get("kills") or ""
-    pipeline = "session.pipeline_stage(" in text or "session.adopt(" in text
+    pipeline = any(word in text for word in ("probe.pipeline(", "session.pipeline_stage("))
     default = "forward, backward, optimizer, tail, moment" if pipeline else "moment, optimizer, tail"
     return Trainer(
         name=path.stem,

@@ -17,7 +17,6 @@ from tests.trainers.harness.header import Trainer
 from tests.trainers.harness.services import Services
 
 _IN_PROBE = ("tail", "moment")
-PHASES = ("forward", "backward", "reduce", "optimizer", "idle", "tail", "moment")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,8 +60,6 @@ class Outcome:
     """The coordinator's, of this job."""
     rehearsals: list[dict[str, Any]] | None = None
     """What came of each; None: none were asked for."""
-    warm_ups: list[dict[str, Any]] = field(default_factory=list)
-    """What the spares say of theirs, and what the launcher has used."""
     ended_early: int = 0
     """1: its trainer has ended it before its last step, for which there may be one plan."""
 
@@ -91,7 +88,6 @@ class Running:
         kills: Sequence[Kill],
         job: str,
         *,
-        warm_up: bool = False,
         replicas: int = 0,
         staggered: bool = False,
         rehearsed: bool = False,
@@ -99,9 +95,8 @@ class Running:
     ) -> None:
         """`rehearsed`: all ranks are rehearsed twice, and the run waits for that. `device`: `probe.ENV_DEVICE`.
 
-        `warm_up`: spares are warmed up, and each kill waits for one. `replicas`: strategy "adaptive", with so many;
-        nobody comes for a rank that is killed. `staggered`: under it steps go on without their vote."""
-        self._held = [(f"k{number}", kill.rank) for number, kill in enumerate(kills)] if warm_up else []
+        `replicas`: strategy "adaptive", with so many; nobody comes for a rank that is killed. `staggered`: under it
+        steps go on without their vote."""
         self._services = services
         self._directory = directory
         self._job = job
@@ -118,7 +113,6 @@ class Running:
                 "step": k.step,
                 "microbatch": k.microbatch,
                 "phase": k.place,
-                "hold": warm_up,
             }
             for n, k in named
             if k.place not in _IN_PROBE
@@ -144,7 +138,6 @@ class Running:
         words = ["--coordinator", services.coordinator, "--job", job, "--nproc-per-node", str(world)]
         words += ["--spares", str(min(1, len(kills))), "--checkpoint-dir", str(directory / "checkpoints")]
         words += ["--rehearse", "start" if rehearsed else "off"]
-        words += ["--warm-up"] if warm_up else []
         words += ["--strategy", "adaptive", "--max-restarts", "0"] if replicas else []
         words += ["--staggered", "on"] if staggered else []
         assert services.forks is not None
@@ -158,8 +151,6 @@ class Running:
 
     def poll(self) -> Outcome | None:
         """Once it is over."""
-        if self._held:
-            self._let_go()
         code = self._process.poll()
         seconds = time.monotonic() - self._began
         if code is None and seconds < self._patience_s:
@@ -167,23 +158,6 @@ class Running:
         if code is None:
             self._process.kill()
         return self._collect(code, seconds)
-
-    def _let_go(self) -> None:
-        """A victim that waits, once a spare is warmed up as its rank, or cannot be."""
-        waiting = [held for held in self._held if (self._directory / f"{held[0]}.reached").exists()]
-        if not waiting:
-            return
-        fault, rank = waiting[0]
-        trace = events.read(self._directory / "events")
-        used = sum(
-            event["event"] == "spare_assigned" and event["rank"] == rank and event["warmed_up"]
-            for event in trace
-        )
-        warmed = sum(e["event"] == "warmed_up" and e["rank"] == rank and not e["why_not"] for e in trace)
-        given_up = any(event["event"] == "warm_ups_given_up" for event in trace)
-        if warmed > used or given_up:
-            (self._directory / f"{fault}.go").touch()
-            self._held.remove(waiting[0])
 
     def kill(self) -> None:
         self._process.kill()
@@ -207,7 +181,6 @@ class Running:
         deaths = [-signal.SIGKILL, -signal.SIGALRM]  # the latter at a moment
         killed = [e for e in told_here if e["event"] == "child_exit" and e["code"] in deaths]
         outcome.fired = min(outcome.fired, len(killed))
-        outcome.warm_ups = [e for e in told_here if e["event"] in ("warmed_up", "spare_assigned")]
         if self._rehearsed:
             outcome.rehearsals = [e for e in told_here if e["event"] == "rehearsal_end"]
         outcome.plans = [event for event in told if event["event"] == "plan"]
@@ -222,27 +195,10 @@ def run(
     world: int,
     kills: Sequence[Kill],
     job: str,
-    *,
-    warm_up: bool = False,
-    replicas: int = 0,
-    staggered: bool = False,
-    rehearsed: bool = False,
-    device: str = "",
+    **settings: Any,
 ) -> Outcome:
-    """To its end."""
-    running = Running(
-        services,
-        directory,
-        trainer,
-        world,
-        kills,
-        job,
-        warm_up=warm_up,
-        replicas=replicas,
-        staggered=staggered,
-        rehearsed=rehearsed,
-        device=device,
-    )
+    """To its end. `settings`: of `Running`."""
+    running = Running(services, directory, trainer, world, kills, job, **settings)
     try:
         while (outcome := running.poll()) is None:
             time.sleep(0.005)
@@ -289,16 +245,6 @@ def beside_plain(services: Services, directory: Path, trainer: Trainer, world: i
     session, alone = found.values()
     assert session, f"no rank wrote its end in {directory}"
     return [name for name in {**session, **alone} if session.get(name) != alone.get(name)]
-
-
-def two_kills(trainer: Trainer, world: int) -> list[Kill]:
-    """At places where a victim can wait until a spare is warmed up."""
-    held = ("backward", "optimizer", "idle", "reduce", "update")
-    place = next((place for place in held if place in trainer.kills), "idle")
-    return [
-        Kill(place=place, rank=(world - 1 - number) % world, step=step)
-        for number, step in enumerate((2, trainer.steps // 2))
-    ]
 
 
 def two_losses(trainer: Trainer, world: int) -> list[Kill]:

@@ -9,7 +9,7 @@ from tests.trainers.harness.run import Outcome
 SAME, REFUSED, NAMED, MISS = "same bits", "refused", "named inexact", "miss"
 _NAMED = re.compile(r"not exact|inexact", re.IGNORECASE)
 _OURS = re.compile(r"^swift: ?(.*)$", re.MULTILINE)
-_OF_FAILURES = re.compile(r"rank \d+: killed|not exact|refused: .*; restored version")
+_OF_FAILURES = re.compile(r"rank \d+: killed|the job goes on at step|not exact|refused: .*; restored version")
 """What a run says of its failures before it is refused for what they brought to light."""
 USAGE, FAILURE = 2, 1
 
@@ -43,15 +43,6 @@ def of_rehearsals(run: Outcome) -> Verdict:
         why = next((each["why_not"] for each in rehearsals if each["why_not"]), "there was no time")
         return Verdict(word=MISS, why=f"not rehearsed (rank, version): {sorted(lacking)}: {why}")
     return Verdict(word=SAME)
-
-
-def warmed(run: Outcome) -> str:
-    """What came of the warm-ups of a run, in one line."""
-    done = [event for event in run.warm_ups if event["event"] == "warmed_up"]
-    used = [event for event in run.warm_ups if event["event"] == "spare_assigned" and event["warmed_up"]]
-    why_not = sorted({event["why_not"] for event in done if event["why_not"]})
-    words = f"{sum(not event['why_not'] for event in done)} warm-ups, {len(used)} of them used"
-    return "; ".join([words, *why_not])
 
 
 def of_undisturbed(run: Outcome) -> Verdict:

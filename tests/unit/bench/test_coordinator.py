@@ -29,10 +29,10 @@ def test_members_that_cannot_be_are_refused(words: str, capsys: pytest.CaptureFi
 
 
 def test_goals_are_judged() -> None:
-    cases = [{"members": 256, "recovery_cpu_s": 0.5}, {"members": 1024, "recovery_cpu_s": 3.5}]
+    cases = [{"members": 256, "recovery_cpu_s": 0.25}, {"members": 1024, "recovery_cpu_s": 1.75}]
     assert coordinator.verdicts(cases) == [
-        "goal at most 2 s: 3.50 s, missed (recovery of 1024 members)",
+        "goal at most 1 s: 1.75 s, missed (recovery of 1024 members)",
         "goal at most 6-fold: 7.00-fold, missed (256 to 1024 members)",
     ]
-    cases[1]["recovery_cpu_s"] = 1.5
+    cases[1]["recovery_cpu_s"] = 0.75
     assert all(": " in line and "met" in line for line in coordinator.verdicts(cases))

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from swift_ft.errors import UsageError
 from swift_ft.lab.bench.command import run
 from swift_ft.lab.bench.formats import command, states
+from swift_ft.lab.bench.formats.command import LIMITS, limits
 from swift_ft.lab.bench.formats.kinds import FORMATS
-from swift_ft.lab.bench.formats.ranks import LIMITS, limits
 from swift_ft.lab.bench.output import Rounds
 
 # torch warns in the thread of an asynchronous save.
@@ -29,7 +29,7 @@ def trip(name: str, state: states.State, fsync: bool = False) -> states.State:
     """Saved and loaded."""
     kind = FORMATS[name]
     with tempfile.TemporaryDirectory() as place:
-        kind.save(state, Path(place), fsync or kind.fsync == (True,), together=False)()
+        kind.save(state, Path(place), fsync or kind.fsync == (True,))()
         return kind.load(Path(place), state)
 
 
@@ -155,7 +155,6 @@ def test_a_group_tells_of_any_of_its_leaves() -> None:
     flat["optimizer", "param_groups", "0", "lr"] = np.float64(0.3)
     found = states.losses(state, states.nested(flat))
     assert found == ALL_KEPT | {"python rng": ["gone"], "moments": ["bits"], "numbers": ["type"]}
-    assert states.together([found, ALL_KEPT | {"moments": ["gone"]}])["moments"] == ["gone", "bits"]
 
 
 @pytest.mark.parametrize("size", [1 << 14, 1 << 20, 9 << 20])
@@ -171,7 +170,7 @@ def test_a_state_is_as_large_as_it_was_asked_for(size: int) -> None:
 @pytest.mark.parametrize("name", ["swift async", "dcp async"])
 def test_the_state_may_change_when_an_asynchronous_save_returns(name: str, tmp_path: Path) -> None:
     state, same = states.make(4 << 20, seed=3), states.make(4 << 20, seed=3)
-    wait = FORMATS[name].save(state, tmp_path, True, together=False)
+    wait = FORMATS[name].save(state, tmp_path, True)
     for _, value in states.leaves(state):
         if isinstance(value, torch.Tensor):
             value.zero_()
@@ -190,12 +189,12 @@ def made_up(fsync: bool = True) -> dict[str, Any]:
     rounds = Rounds()
     for slow in (2, 4, 6):
         for name, value in BASE.items():
-            rounds.note(f"{LIMITS} False {name}", slow * value)
+            rounds.note(f"{LIMITS} {name}", slow * value)
         for name, value in measured.items():
             rounds.note(f"torch {fsync} {name}", slow * value)
         rounds.note(f"torch {fsync} bytes", 8)
         rounds.note(f"torch {fsync} state_bytes", 6)
-    return command.case(2, 1, 3, [("torch", fsync)], rounds)
+    return command.case(2, 3, [("torch", fsync)], rounds)
 
 
 def test_times_are_medians_and_ratios_those_of_the_rounds() -> None:
@@ -224,16 +223,6 @@ def test_without_fsync_the_limit_is_a_write_without() -> None:
     assert made_up(fsync=False)["formats"][0]["total_over_write"] == pytest.approx(5.0)
 
 
-def test_the_slowest_rank_counts_and_all_of_their_work() -> None:
-    one = {"blocked_s": 1.0, "total_s": 4.0, "cpu_s": 1.0, "bytes": 10, "state_bytes": 5, "load_s": 1.0}
-    other = {"blocked_s": 2.0, "total_s": 3.0, "cpu_s": 2.0, "bytes": 0, "state_bytes": 5, "load_s": 0.5}
-    lost = [{"losses": ALL_KEPT | {"fp32": ["gone"]}}, {"losses": ALL_KEPT | {"fp32": ["bits"]}}]
-    merged = command.merge([one | lost[0], other | lost[1]])
-    assert merged.pop("losses") == ALL_KEPT | {"fp32": ["gone", "bits"]}
-    expected = {"blocked_s": 2.0, "total_s": 4.0, "cpu_s": 3.0, "bytes": 10, "state_bytes": 10, "load_s": 1.0}
-    assert merged == expected
-
-
 def test_the_losses_are_told() -> None:
     losses = {"torch": ALL_KEPT, "npz": ALL_KEPT | {"numbers": ["gone", "type"]}}
     told = command.losses_text(losses)
@@ -257,8 +246,6 @@ def test_the_limits_leave_nothing(tmp_path: Path) -> None:
         (["--formats", "tar"], "there is no 'tar'; there are swift sync"),
         (["--formats", "--sizes", "0"], "--sizes 0: give numbers above 0"),
         (["--formats", "--sizes", "nan"], "--sizes nan"),
-        (["--formats", "--ranks", "two"], "--ranks two: give numbers"),
-        (["--formats", "--ranks", "65"], "up to 64"),
         (["--formats", "--rounds", "0"], "must be positive"),
         (["--formats", "--json", "/nowhere/there.json"], "--json /nowhere/there.json: give a file"),
         (["--formats", "--directory", "/nowhere"], "--directory /nowhere: "),

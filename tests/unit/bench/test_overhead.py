@@ -23,8 +23,12 @@ SIZE = Size(model=MODELS["tiny"], goal=1.35)
 def test_ratios_are_of_the_same_round_and_cpu_adds_up() -> None:
     rounds = [
         {
-            "plain": {"step_s": slow, "cpu_s": {"ranks": 0.1 * slow}},
-            "session": {"step_s": 2 * slow, "cpu_s": {"ranks": 0.1 * slow, "sidecars": 0.05 * slow}},
+            "plain": {"step_s": slow, "cpu_s": {"ranks": 0.1 * slow}, "records_s": []},
+            "session": {
+                "step_s": 2 * slow,
+                "cpu_s": {"ranks": 0.1 * slow, "sidecars": 0.05 * slow},
+                "records_s": [1e-4, 1e-5 * slow],
+            },
         }
         for slow in (1.0, 3.0, 2.0)
     ]
@@ -33,7 +37,8 @@ def test_ratios_are_of_the_same_round_and_cpu_adds_up() -> None:
     assert (found["verdict"], found["step_ms"]) == ("missed", {"plain": 2000.0, "session": 4000.0})
     assert found["cpu_ms"]["session"] == {"ranks": pytest.approx(200), "sidecars": pytest.approx(100)}
     assert found["cpu_ratio"] == pytest.approx(1.5)
-    assert text(found)[-2].split() == ["together", "200.00", "300.00"]
+    assert found["record_us"] == pytest.approx(65)
+    assert text(found)[-3].split() == ["together", "200.00", "300.00"]
 
 
 def answers(waits: int, held_s: float = 0.0, copies_s: tuple[float, ...] = ()) -> list[dict[str, Any]]:
@@ -120,7 +125,13 @@ def test_the_interval_covers_the_median_as_often_as_it_says() -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [["--rounds", "0"], ["--slice-steps", "0"], ["--json", "/nowhere/here.json"], ["--device", "cuda"]],
+    [
+        ["--rounds", "0"],
+        ["--slice-steps", "0"],
+        ["--json", "/nowhere/here.json"],
+        ["--device", "cuda"],
+        ["--paced", "--size", "long"],
+    ],
 )
 def test_bad_arguments_are_refused(words: list[str]) -> None:
     with pytest.raises(UsageError):

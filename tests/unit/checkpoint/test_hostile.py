@@ -44,9 +44,7 @@ def states() -> dict[str, Any]:
         "conjugate": torch.tensor([1 + 2j]).conj(),
         "tied": [shared, shared, shared[1:]],
         "arrays": [np.arange(3), np.float32(1.5), np.ones((2, 3), order="F")],
-        "structured": [
-            np.ones(2, dtype=[("a", "<i4"), ("b", [("c", "<f8", (2,)), ("d", "<U3")])]),
-            np.ones(2, dtype=[("a", "<i4")])[0],
+        "times": [
             np.zeros(2, dtype="<M8[25s]"),
             np.zeros(2, dtype="V3"),
         ],
@@ -106,11 +104,7 @@ def test_others_can_take_the_weights_out(tmp_path: Path) -> None:
         ({"x": torch.ones(3).to_sparse()}, "sparse or nested tensor"),
         ({"x": torch.ones(3, device="meta")}, "meta tensor"),
         ({"x": torch.empty(3, dtype=torch.uint3)}, "torch.uint3"),
-        ({"x": np.zeros(2, dtype=[(("title", "a"), "<i4")])}, "array of"),
-        (
-            {"x": np.zeros(2, dtype={"names": ["a", "b"], "formats": ["<i4", "<i4"], "offsets": [4, 0]})},
-            "array of",
-        ),
+        ({"x": np.zeros(2, dtype=[("a", "<i4")])}, "array of"),
     ],
 )
 def test_what_cannot_be_saved_is_named(tmp_path: Path, state: Any, says: str) -> None:
@@ -149,17 +143,6 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
         (shard / name).write_bytes(pickle.dumps(Opens(trap)))
         with pytest.raises(ServiceError, match="corrupt"):
             load(tmp_path)
-    assert not Path(trap).exists()
-
-
-def test_a_checkpoint_of_an_older_version_is_refused_in_one_line(tmp_path: Path) -> None:
-    trap = str(tmp_path / "executed")
-    shard = tmp_path / "v00000001" / "rank0"
-    (shard / "tensors").mkdir(parents=True)
-    (shard / "state.json").write_text("{}")
-    (shard / "tensors" / ".metadata").write_bytes(pickle.dumps(Opens(trap)))
-    with pytest.raises(ServiceError, match="written by an older swift-ft"):
-        load(tmp_path)
     assert not Path(trap).exists()
 
 
@@ -384,12 +367,6 @@ def test_nothing_is_written_or_removed_through_a_link(tmp_path: Path, level: str
 # --- zombie and heir ---
 
 
-def test_the_heirs_is_loaded_whatever_a_zombie_writes_later(tmp_path: Path) -> None:
-    saved(tmp_path, {"x": torch.zeros(4)}, generation=2)
-    saved(tmp_path, {"x": torch.ones(4)}, generation=1)
-    assert torch.equal(load(tmp_path)["x"], torch.zeros(4))
-
-
 def test_a_zombie_that_is_fenced_while_it_writes_publishes_nothing(tmp_path: Path) -> None:
     asked: list[int] = []
 
@@ -423,13 +400,6 @@ def test_a_zombie_removes_nothing_of_its_heir(tmp_path: Path) -> None:
     assert heirs.is_dir()
     assert begun.is_dir()
     assert list(heirs.parent.glob("g3-*")) == []
-
-
-def test_an_heir_takes_its_predecessors_away(tmp_path: Path) -> None:
-    old = saved(tmp_path, {"x": torch.zeros(4)}, generation=3)
-    new = saved(tmp_path, {"x": torch.ones(4)}, generation=4)
-    assert not old.exists()
-    assert new.exists()
 
 
 @pytest.mark.parametrize(

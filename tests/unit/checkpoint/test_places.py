@@ -72,9 +72,9 @@ def test_the_bytes_are_those_of_a_directory(make: Make, tmp_path: Path) -> None:
     save(DirectoryPlace(tmp_path / "other"), 3, state(1))
     (shard,) = (tmp_path / "other").glob("v*/rank0/g1-*")
     place = make()
-    with place.new(3, 0, shard.name) as sink:
+    with place.new(3, 0, shard.name) as create:
         for name in (DATA, INDEX):
-            with sink.create(name) as write:
+            with create(name) as write:
                 write(memoryview((shard / name).read_bytes()))
     assert digest_of(load(place, 3)) == digest_of(state(1))
 
@@ -103,15 +103,16 @@ def until(done: Callable[[], bool]) -> None:
 def test_what_a_killed_process_has_begun_is_never_loaded_and_goes(make: Make) -> None:
     place = make()
     entered = place.new(3, 0, "g1-01234567-1")
-    sink = entered.__enter__()
-    with sink.create(DATA) as write:
+    create = entered.__enter__()
+    with create(DATA) as write:
         write(memoryview(b"half of it"))
-    assert make().shards(3, 0) == []
-    assert [shard.name.lstrip(".") for shard in make().shards(3, 0, begun=True)] == ["g1-01234567-1"]
+    assert [(shard.name.lstrip("."), shard.whole) for shard in make().shards(3, 0)] == [
+        ("g1-01234567-1", False)
+    ]
     with pytest.raises(ServiceError, match="nothing in it"):
         load(make(), 3)
     store = save(make(), 3, state(1), generation=2)
-    assert make().shards(3, 0, begun=True) == []
+    assert [shard.whole for shard in make().shards(3, 0)] == [True]
     assert digest_of(load(make(), 3)) == digest_of(state(1))
     save(make(), 7, state(1), generation=2)
     store.prune({7})
@@ -122,7 +123,7 @@ def test_an_index_is_never_put_over_another(make: Make) -> None:
     save(make(), 3, state(1))
     (shard,) = make().shards(3, 0)
     with pytest.raises(OSError, match=r"there is another object|File exists|not empty"):
-        with make().new(3, 0, shard.name) as sink, sink.create(INDEX) as write:
+        with make().new(3, 0, shard.name) as create, create(INDEX) as write:
             write(memoryview(b"{}\n"))
 
 
@@ -257,3 +258,16 @@ def test_what_cannot_be_listed_is_not_taken_for_unmarked(monkeypatch: pytest.Mon
     monkeypatch.setattr(Objects, "folders", away)
     with pytest.raises(ServiceError, match="cannot be changed: no answer"):
         store.unmark(5)
+
+
+def test_small_objects_are_read_several_at_once_and_in_order() -> None:
+    objects = Objects(MemoryStore(), 0.1)
+    for number in range(1, 100):
+        objects.put(f"{number:03d}", b"x" * number)
+    entries = sorted(objects.entries(), key=lambda entry: entry.path)
+    assert [(entry.path, len(data)) for entry, data in objects.read_each(entries)] == [
+        (f"{number:03d}", number) for number in range(1, 100)
+    ]
+    objects.remove(["050"])
+    with pytest.raises(FileNotFoundError):
+        list(objects.read_each(entries))

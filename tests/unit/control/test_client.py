@@ -11,12 +11,11 @@ from typing import Any
 import grpc
 import pytest
 
-from swift_ft import rpc
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft._pb import coordinator_pb2_grpc as pb_grpc
-from swift_ft.errors import Fenced, JoinRefused, ServiceError, UnknownJob, UsageError
-from swift_ft.rpc import CoordinatorClient, View, make_member, newer
-from swift_ft.rpc.views import whole
+from swift_ft.errors import AccessDenied, Fenced, JoinRefused, ServiceError, UnknownJob, UsageError
+from swift_ft.rpc.client import CoordinatorClient, make_member
+from swift_ft.rpc.views import newer, whole
 
 
 class Scripted:
@@ -25,7 +24,7 @@ class Scripted:
     def __init__(self) -> None:
         self.script: list[object] = [pb.Ack()]
         self.requests: list[object] = []
-        self.views: list[View] = []
+        self.views: list[pb.View] = []
         self.changed = threading.Condition()
 
     def _next(self, request: object, context: grpc.ServicerContext) -> object:
@@ -35,7 +34,7 @@ class Scripted:
             context.abort(answer, f"scripted {answer.name}")
         return answer
 
-    def show(self, view: View) -> None:
+    def show(self, view: pb.View) -> None:
         with self.changed:
             self.views.append(view)
             self.changed.notify_all()
@@ -92,8 +91,8 @@ def client(served: Served) -> Iterator[CoordinatorClient]:
         yield client
 
 
-def view(generation: int, revision: int, state: "pb.State.ValueType" = rpc.RUNNING) -> View:
-    return View(job="j", generation=generation, revision=revision, state=state)
+def view(generation: int, revision: int, state: "pb.State.ValueType" = pb.RUNNING) -> pb.View:
+    return pb.View(job="j", generation=generation, revision=revision, state=state)
 
 
 def test_a_limit_of_the_coordinator_does_not_end_a_job_that_runs(
@@ -110,6 +109,19 @@ def test_a_limit_of_the_coordinator_does_not_end_a_job_that_runs(
     served.scripted.script = [limit]
     with pytest.raises(ServiceError, match="RESOURCE_EXHAUSTED: scripted"):
         client.status()
+
+
+def test_a_launcher_that_waits_for_a_place_waits_for_a_newer_token_too(served: Served) -> None:
+    """Whoever was never answered, or may not make a call, hears it at once."""
+    expired, denied = grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED
+    with CoordinatorClient(served.address, "j", patience_s=5.0) as client:
+        served.scripted.script = [expired, pb.MeetReply(here=1)]
+        with pytest.raises(AccessDenied):
+            client.call(pb.MeetRequest())
+        served.scripted.script = [pb.MeetReply(here=1), expired, expired, pb.MeetReply(here=2), denied]
+        assert [client.call(pb.MeetRequest()).here for _ in range(2)] == [1, 2]
+        with pytest.raises(AccessDenied):
+            client.call(pb.ChangeLogServersRequest())
 
 
 def test_calls_carry_what_they_say(client: CoordinatorClient, served: Served) -> None:
@@ -295,7 +307,7 @@ class TestWatcher:
     def test_callbacks_get_every_newer_view_in_order(self, client: CoordinatorClient, served: Served) -> None:
         seen: list[tuple[int, int]] = []
 
-        def remember(view: View) -> None:
+        def remember(view: pb.View) -> None:
             assert threading.current_thread().name == "view-watcher-j"
             seen.append((view.generation, view.revision))
 
@@ -304,7 +316,7 @@ class TestWatcher:
             served.scripted.show(shown)
         assert watcher.wait_for(lambda v: v.revision == 7, 5).generation == 2
         assert watcher.latest == view(2, 7)
-        late: list[View] = []
+        late: list[pb.View] = []
         watcher.subscribe(late.append)
         served.scripted.show(view(3, 1))
         watcher.wait_for(lambda _: bool(late), 5)
@@ -314,7 +326,7 @@ class TestWatcher:
     def test_it_reconnects_and_takes_old_news_for_no_news(
         self, client: CoordinatorClient, served: Served
     ) -> None:
-        seen: list[View] = []
+        seen: list[pb.View] = []
         watcher = client.watch(seen.append)
         served.scripted.show(view(4, 1))
         watcher.wait_for(lambda v: v.generation == 4, 5)
@@ -329,12 +341,12 @@ class TestWatcher:
         watcher = client.watch()
         with pytest.raises(ServiceError, match=r"waited 0\.1 s for job j: no view of it"):
             watcher.wait_for(lambda _: True, 0.1)
-        waiting = view(2, 1, rpc.PLANNING)
+        waiting = view(2, 1, pb.PLANNING)
         waiting.waiting_for = "rank 1 to join"
         served.scripted.show(waiting)
         watcher.wait_for(lambda _: True, 5)
         with pytest.raises(ServiceError, match="PLANNING in generation 2, waiting for rank 1 to join"):
-            watcher.wait_for(lambda v: v.state == rpc.RUNNING, 0.1)
+            watcher.wait_for(lambda v: v.state == pb.RUNNING, 0.1)
 
     def test_close_frees_who_waits(self, client: CoordinatorClient, served: Served) -> None:
         watcher = client.watch()
@@ -345,7 +357,7 @@ class TestWatcher:
     def test_a_callback_may_close_the_client(self, client: CoordinatorClient, served: Served) -> None:
         closed = threading.Event()
 
-        def close(_view: View) -> None:
+        def close(_view: pb.View) -> None:
             client.close()
             closed.set()
 
@@ -355,7 +367,7 @@ class TestWatcher:
 
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
     def test_a_callback_that_fails_is_not_silent(self, client: CoordinatorClient, served: Served) -> None:
-        def fail(_view: View) -> None:
+        def fail(_view: pb.View) -> None:
             raise RuntimeError("a bug of the callback")
 
         watcher = client.watch(fail)
@@ -366,7 +378,7 @@ class TestWatcher:
 
 def test_views_are_ordered_by_generation_then_revision() -> None:
     assert newer(view(1, 1), None)
-    ordered: list[Callable[[], View]] = [lambda: view(1, 9), lambda: view(2, 1), lambda: view(2, 2)]
+    ordered: list[Callable[[], pb.View]] = [lambda: view(1, 9), lambda: view(2, 1), lambda: view(2, 2)]
     for older, younger in itertools.pairwise(ordered):
         assert newer(younger(), older())
         assert not newer(older(), younger())

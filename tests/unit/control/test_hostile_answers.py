@@ -19,7 +19,12 @@ from swift_ft.rpc.client import CoordinatorClient
 from swift_ft.tools import inspect, status
 from tests.descriptors import is_repeated
 
-JOBS, LOGS = partial(status.main, command="jobs"), partial(status.main, command="logs")
+
+def main_of(which: str, argv: list[str]) -> int:
+    return status.main(argv, which)
+
+
+JOBS, LOGS = partial(main_of, "jobs"), partial(main_of, "logs")
 
 EVIL = "x\x1b[2J\x1b]0;title\x07\nFORGED: all is well\r\x9b1A\u202e\u2028FORGED\x00"
 MOVES = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e]")
@@ -116,7 +121,7 @@ def test_what_a_log_server_says_of_itself_too(
     monkeypatch.setattr(
         admin,
         "inventory",
-        lambda *_: [admin.StreamInventory(EVIL, 1, 1, 0, 0, 1, 1, 1, True, EVIL, 0, (EVIL,), EVIL)],
+        lambda *_: [filled(log_pb2.StreamInventory(), 1)],
     )
     assert inspect.main(["--server", "127.0.0.1:1"]) in (0, 1)
     said = capsys.readouterr()

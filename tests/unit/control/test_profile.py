@@ -14,21 +14,21 @@ from swift_ft.lab.plan.command import parse as options_of
 from swift_ft.lab.plan.model import CostModel
 from swift_ft.lab.plan.profile import Profile, parse
 from swift_ft.lab.plan.running_job import profile_of
-from swift_ft.planner import RankMeasured, Sent, StageMeasured
-from swift_ft.rpc.codec import to_message
 
 STAGES = 4
 JOB = ["--coordinator", "h:1", "--job", "j"]
 CONFIG = {"checkpoint_every": "10", "helpers": "2", "replicas": "1", "shards": "1"}
 
 
-def rank(stage: int, *, stages: tuple[StageMeasured, ...] | None = None, **changes: Any) -> RankMeasured:
-    sent = [Sent(destination=stage - 1, bytes=10 * stage)] if stage else []
-    sent += [Sent(destination=stage + 1, bytes=100 + stage)] if stage + 1 < STAGES else []
-    own = StageMeasured(
+def rank(
+    stage: int, *, stages: tuple[pb.StageMeasured, ...] | None = None, **changes: Any
+) -> pb.RankMeasured:
+    sent = [pb.Sent(destination=stage - 1, bytes=10 * stage)] if stage else []
+    sent += [pb.Sent(destination=stage + 1, bytes=100 + stage)] if stage + 1 < STAGES else []
+    own = pb.StageMeasured(
         stage=stage, forward_s=0.1 + stage, backward_s=0.2, sent=tuple(sent), gradient_bytes=7 + stage
     )
-    return RankMeasured(
+    return pb.RankMeasured(
         **{
             "step": 9,
             "steps": 4,
@@ -45,23 +45,23 @@ def rank(stage: int, *, stages: tuple[StageMeasured, ...] | None = None, **chang
     )
 
 
-def reply(ranks: dict[int, RankMeasured], hosts: str = "aabb", **config: str) -> pb.MeasurementsReply:
+def reply(ranks: dict[int, pb.RankMeasured], hosts: str = "aabb", **config: str) -> pb.MeasurementsReply:
     return pb.MeasurementsReply(
         world_size=STAGES,
         config={**CONFIG, **config},
         ranks=[
-            pb.RankMeasurement(rank=number, host=hosts[number], measured=to_message(said))
+            pb.RankMeasurement(rank=number, host=hosts[number], measured=said)
             for number, said in ranks.items()
         ],
     )
 
 
-def whole(**changes: Any) -> dict[int, RankMeasured]:
+def whole(**changes: Any) -> dict[int, pb.RankMeasured]:
     return {number: rank(number, **changes) for number in range(STAGES)}
 
 
 def made(
-    ranks: dict[int, RankMeasured] | None = None, hosts: str = "aabb", flags: str = ""
+    ranks: dict[int, pb.RankMeasured] | None = None, hosts: str = "aabb", flags: str = ""
 ) -> tuple[Profile, str]:
     profile, assumed = profile_of("j", reply(ranks or whole(), hosts), options_of([*JOB, *flags.split()]))
     return profile, "; ".join(assumed)
@@ -138,8 +138,8 @@ def test_helpers_are_counted_where_the_network_is_known() -> None:
 
 def test_what_skips_a_stage_crosses_two_boundaries() -> None:
     ranks = whole()
-    sent = (*ranks[0].stages[0].sent, Sent(destination=2, bytes=1000))
-    ranks[0] = rank(0, stages=(StageMeasured(stage=0, forward_s=1.0, backward_s=1.0, sent=sent),))
+    sent = (*ranks[0].stages[0].sent, pb.Sent(destination=2, bytes=1000))
+    ranks[0] = rank(0, stages=(pb.StageMeasured(stage=0, forward_s=1.0, backward_s=1.0, sent=sent),))
     profile, assumed = made(ranks)
     assert profile.forward_bytes == (1100, 1101, 102)
     assert "what stage 0 sends to stage 2 counts at every boundary in between" in assumed
@@ -152,8 +152,8 @@ def test_a_single_machine_is_named() -> None:
 
 
 TWO = (
-    StageMeasured(stage=0, forward_s=1.0, backward_s=1.0),
-    StageMeasured(stage=7, forward_s=1.0, backward_s=1.0),
+    pb.StageMeasured(stage=0, forward_s=1.0, backward_s=1.0),
+    pb.StageMeasured(stage=7, forward_s=1.0, backward_s=1.0),
 )
 
 
@@ -162,7 +162,7 @@ TWO = (
     [
         ({}, "aabb", {}, ServiceError, "ranks 0, 1, 2, 3 measured no step yet"),
         ({0: rank(0), 1: rank(1), 3: rank(3)}, "aabb", {}, ServiceError, "rank 2 measured no step yet"),
-        (whole(checkpoint_bytes=None), "aabb", {}, ServiceError, "has saved no checkpoint yet"),
+        (whole(checkpoint_s=None), "aabb", {}, ServiceError, "has saved no checkpoint yet"),
         ({**whole(), 1: rank(1, microbatches=3)}, "aabb", {}, ServiceError, "ranks count 3, 4 microbatches"),
         ({**whole(), 1: rank(2)}, "aabb", {}, ServiceError, "stages [0, 2, 2, 3] were measured"),
         (whole(), "abab", {}, UsageError, "machine a are no neighbours; give --machine-per-rank"),
@@ -171,7 +171,7 @@ TWO = (
     ],
 )
 def test_what_cannot_be_planned_is_one_line(
-    ranks: dict[int, RankMeasured], hosts: str, config: dict[str, str], error: type[Exception], words: str
+    ranks: dict[int, pb.RankMeasured], hosts: str, config: dict[str, str], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error) as raised:
         profile_of("j", reply(ranks, hosts, **config), options_of(JOB))
@@ -182,7 +182,7 @@ def test_what_cannot_be_planned_is_one_line(
 # --- the command ---
 
 
-def asked(ranks: dict[int, RankMeasured]) -> Callable[[str, str], pb.MeasurementsReply]:
+def asked(ranks: dict[int, pb.RankMeasured]) -> Callable[[str, str], pb.MeasurementsReply]:
     """The answer of a coordinator."""
 
     def ask(coordinator: str, job: str) -> pb.MeasurementsReply:

@@ -1,24 +1,30 @@
 """A driver, log servers in memory, a clock that a test moves, and a job of one rank."""
 
 import asyncio
+import inspect
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, NoReturn
 
-from swift_ft import events
+import grpc
+
 from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.errors import UnknownJob
 from swift_ft.log.admin import JobSpace
 from swift_ft.planner import StreamSummary
 from swift_ft_services.coordinator import commands as m
 from swift_ft_services.coordinator.driver import Driver
 from swift_ft_services.coordinator.job_record import LogServer
-from swift_ft_services.coordinator.log_calls import JobForgotten, LogServers
+from swift_ft_services.coordinator.log_calls import LogServers
 from swift_ft_services.coordinator.store import MetadataStore
 from swift_ft_services.coordinator.timeouts import Timing
 from tests.memory_store import MemoryStore
 
 PATIENCE_S = 20.0
+
+
+_drivers: list[Driver] = []
 
 
 class FakeLogs(LogServers):
@@ -30,6 +36,11 @@ class FakeLogs(LogServers):
         self.spaces: dict[str, JobSpace] = {}
         self.forgotten: set[str] = set()
         """Those that do not know the job; a fence makes it known."""
+        self.cold: dict[str, str] = {}
+        """Address -> where it moves records."""
+        self.moved: dict[str, list[StreamSummary]] = {}
+        """What has been moved there."""
+        self.held: dict[str, list[StreamSummary]] = {}
         self.gate = threading.Event()
         self.gate.set()
 
@@ -40,20 +51,22 @@ class FakeLogs(LogServers):
         if trouble is not None:
             raise trouble
 
-    def fence(self, address: str, job: str, generation: int, held: bool = False) -> None:
+    def fence(self, address: str, job: str, generation: int, held: bool = False) -> str:
         if held and address in self.forgotten:
             self._called("not fenced", address, job, generation)
-            raise JobForgotten("no such job")
+            raise UnknownJob("no such job")
         self._called("fence", address, job, generation)
         self.forgotten.discard(address)
+        return self.cold.get(address, "")
 
-    def trim(self, address: str, job: str, below_step: int) -> None:
-        self._called("trim", address, job, below_step)
+    def trim(self, address: str, job: str, below_step: int, cold: str = "") -> None:
+        self._called("trim", address, job, below_step, *filter(None, [cold]))
 
-    def reset(self, address: str, job: str, generation: int, number: int) -> None:
+    def reset(self, address: str, job: str, generation: int, number: int) -> str:
         if address in self.forgotten:
-            raise JobForgotten("no such job")
+            raise UnknownJob("no such job")
         self._called("reset", address, job, generation, number)
+        return self.cold.get(address, "")
 
     def space(self, address: str, job: str, generation: int) -> JobSpace:
         self._called("space", address, job, generation)
@@ -61,9 +74,30 @@ class FakeLogs(LogServers):
             return JobSpace(0, "", unknown=True)
         return self.spaces.get(address, JobSpace(0, ""))
 
-    def inventory(self, address: str, job: str) -> list[StreamSummary]:
-        self._called("inventory", address, job)
-        return []
+    def inventory(self, address: str, job: str, cold: str = "") -> list[StreamSummary]:
+        self._called("inventory", address, job, *filter(None, [cold]))
+        return self.moved.get(cold, []) if cold else self.held.get(address, [])
+
+
+class Aborted(Exception):
+    """A call was refused: status code and text."""
+
+
+class Caller:
+    """The context of a call."""
+
+    async def abort(self, code: grpc.StatusCode, words: str, *_trailers: object) -> NoReturn:
+        raise Aborted(code, words)
+
+
+class Taker:
+    """A driver that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.commands: list[m.Command] = []
+
+    async def apply(self, _job: str, command: m.Command) -> None:
+        self.commands.append(command)
 
 
 class FakeClock:
@@ -81,18 +115,21 @@ async def driver_of(
     store: MetadataStore,
     servers: tuple[str, ...] = ("l0", "l1"),
     copies: int = 1,
-    clock: Callable[[], float] = events.now,
+    timing: Timing = Timing(),  # noqa: B008  (it is immutable)
+    **more: Any,
 ) -> Driver:
     named = [LogServer(address=address, host=address) for address in servers]
-    driver = Driver(store, logs, Timing(), named, copies=copies, clock=clock)
+    driver = Driver(store, logs, timing, named, copies=copies, **more)
+    _drivers.append(driver)
     await driver.start()
     return driver
 
 
-def join(rank: int = 0, incarnation: str = "a") -> m.Join:
-    return m.Join(
-        rank=rank, incarnation=incarnation, pid=1, host="h", world_size=1, config={}, fingerprint={}
-    )
+def join(
+    rank: int = 0, incarnation: str = "a", pid: int = 1, host: str = "h", world_size: int = 1, **said: Any
+) -> pb.JoinRequest:
+    member = pb.Member(rank=rank, incarnation=incarnation, pid=pid, host=host)
+    return pb.JoinRequest(member=member, world_size=world_size, **said)
 
 
 def sender(incarnation: str = "a") -> dict[str, Any]:
@@ -121,9 +158,24 @@ async def run_to_running(driver: Driver) -> None:
     await view_with(driver, lambda view: view.state == pb.RUNNING)
 
 
-def scenario(test: Callable[[FakeLogs, MemoryStore], Awaitable[None]]) -> Callable[[], None]:
+def scenario(test: Callable[..., Awaitable[None]]) -> Callable[[], None]:
+    """A test on a loop. It is given what its parameters name: `logs`, `store`, and `driver`, whose job "j" runs. All
+    drivers are stopped after it."""
+
+    async def prepared() -> None:
+        there: dict[str, object] = {"logs": FakeLogs(), "store": MemoryStore()}
+        wanted = inspect.signature(test).parameters
+        try:
+            if "driver" in wanted:
+                there["driver"] = driver = await driver_of(there["logs"], there["store"])  # type: ignore[arg-type]
+                await run_to_running(driver)
+            await test(**{name: there[name] for name in wanted})
+        finally:
+            while _drivers:
+                _drivers.pop().stop()
+
     def run() -> None:
-        asyncio.run(test(FakeLogs(), MemoryStore()))  # type: ignore[arg-type]
+        asyncio.run(prepared())
 
     run.__name__ = test.__name__
     return run

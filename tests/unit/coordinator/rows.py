@@ -14,7 +14,7 @@ def read(parts: Mapping[str, str]) -> JobRow:
 
 def encode(row: JobRow) -> dict[str, str]:
     """All parts of the row."""
-    copy = JobRow(**{field.name: getattr(row, field.name) for field in fields(row)})
+    copy = JobRow(**{field.name: getattr(row, field.name) for field in fields(row) if field.init})
     for name in TABLE_FIELDS:  # a copy: the row's own change sets must stay for its own `Changes`
         setattr(copy, name, Table(getattr(row, name)))
     changes = Changes(copy)

@@ -18,10 +18,11 @@ from swift_ft_services.coordinator.job_record import State
 from swift_ft_services.coordinator.log_calls import Unavailable
 from swift_ft_services.coordinator.restarts import note_run
 from swift_ft_services.coordinator.service import Servicer
-from swift_ft_services.coordinator.store import Transaction
 from swift_ft_services.coordinator.views import FENCED_SHOWN, view_of
 from tests.memory_store import MemoryStore
 from tests.unit.coordinator.driver_world import (
+    Aborted,
+    Caller,
     FakeClock,
     FakeLogs,
     driver_of,
@@ -52,9 +53,7 @@ async def state_of(driver: Driver, name: str = "j") -> str:
 
 
 @scenario
-async def test_after_an_error_a_job_goes_on_from_what_is_durable(logs: FakeLogs, store: MemoryStore) -> None:
-    driver = await driver_of(logs, store)
-    await run_to_running(driver)
+async def test_after_an_error_a_job_goes_on_from_what_is_durable(driver: Driver, store: MemoryStore) -> None:
     await driver.join("other", join())
     before = driver._jobs["other"]
     driver._jobs["j"].become_fencing = broken  # type: ignore[method-assign]
@@ -63,21 +62,16 @@ async def test_after_an_error_a_job_goes_on_from_what_is_durable(logs: FakeLogs,
     assert await state_of(driver) == "RUNNING"
     assert (
         encode(driver._jobs["j"].row).items()
-        == {k: v.value for k, v in store.rows.items() if "/j/" in k and not k.startswith("history/")}.items()
+        == {k: v for k, v in store.rows.items() if "/j/" in k and not k.startswith("history/")}.items()
     )
     assert driver._jobs["other"] is before
     await driver.apply("j", DEATH)  # said again
     await view_with(driver, lambda view: view.state == pb.PLANNING)
     assert not driver.failed.done()
-    driver.stop()
 
 
 @scenario
-async def test_what_was_said_in_the_turn_of_an_error_is_taken_back(
-    logs: FakeLogs, store: MemoryStore
-) -> None:
-    driver = await driver_of(logs, store)
-    await run_to_running(driver)
+async def test_what_was_said_in_the_turn_of_an_error_is_taken_back(driver: Driver) -> None:
     await driver.join("other", join())
     driver._jobs["j"].become_fencing = broken  # type: ignore[method-assign]
     done = await asyncio.gather(
@@ -91,7 +85,6 @@ async def test_what_was_said_in_the_turn_of_an_error_is_taken_back(
     assert list((await driver.status("j")).view.checkpoints) == [0]
     await driver.apply("j", pb.CheckpointRequest(**sender(), version=5, generation=0))
     assert list((await driver.status("j")).view.checkpoints) == [0, 5]
-    driver.stop()
 
 
 @scenario
@@ -128,7 +121,6 @@ async def test_a_job_with_one_error_after_the_other_is_set_apart(logs: FakeLogs,
     driver.stop()
     again = await driver_of(logs, store)  # its state is kept
     assert await state_of(again) == "RUNNING"
-    again.stop()
 
 
 @scenario
@@ -145,15 +137,10 @@ async def test_errors_that_are_far_from_each_other_set_nothing_apart(
             with pytest.raises(Unavailable):
                 await driver.apply("j", DEATH)
     assert await state_of(driver) == "RUNNING"
-    driver.stop()
 
 
 @scenario
-async def test_a_tick_that_fails_for_one_job_is_one_for_the_others(
-    logs: FakeLogs, store: MemoryStore
-) -> None:
-    driver = await driver_of(logs, store)
-    await run_to_running(driver)
+async def test_a_tick_that_fails_for_one_job_is_one_for_the_others(driver: Driver) -> None:
     await driver.join("a", join())
     await driver.join("z", join())
     driver._jobs["j"].leases.overdue = broken  # type: ignore[method-assign]
@@ -165,7 +152,6 @@ async def test_a_tick_that_fails_for_one_job_is_one_for_the_others(
     await driver.tick()
     assert ticked == ["a", "z", "a", "z"]
     assert not driver.failed.done()
-    driver.stop()
 
 
 @scenario
@@ -184,28 +170,22 @@ async def test_an_error_while_log_servers_are_asked_is_the_jobs_own(
     await until(lambda: "j" in driver.apart)
     assert await state_of(driver, "other") == "FORMING"
     assert not driver.failed.done()
-    driver.stop()
 
 
 @scenario
 async def test_whoever_speaks_in_the_turn_behind_an_error_of_a_question_is_to_say_it_again(
-    logs: FakeLogs, store: MemoryStore
+    driver: Driver,
 ) -> None:
-    driver = await driver_of(logs, store)
-    await run_to_running(driver)
     driver._spoil("j", "an error of a question")
     with pytest.raises(Unavailable, match="job j goes back to what is durable of it"):
         await driver.apply("j", pb.HeartbeatRequest(**sender(), version=0))
     assert await state_of(driver) == "RUNNING"
-    driver.stop()
 
 
 @scenario
 async def test_while_a_job_is_read_again_it_is_neither_unknown_nor_without_a_generation(
-    logs: FakeLogs, store: MemoryStore
+    driver: Driver, store: MemoryStore
 ) -> None:
-    driver = await driver_of(logs, store)
-    await run_to_running(driver)
     driver._jobs["j"].become_fencing = broken  # type: ignore[method-assign]
     read, reading, go_on = store.read, asyncio.Event(), asyncio.Event()
 
@@ -224,7 +204,6 @@ async def test_while_a_job_is_read_again_it_is_neither_unknown_nor_without_a_gen
     with pytest.raises(Unavailable):
         await told
     assert driver.sharing("j", pb.ShareRequest(**sender(), generation=1)) is not None
-    driver.stop()
 
 
 @scenario
@@ -232,26 +211,14 @@ async def test_a_job_that_cannot_be_shown_is_set_apart_at_the_start(
     logs: FakeLogs, store: MemoryStore
 ) -> None:
     job = replace(row(), job="j", checkpoint_at=1 << 64)
-    await store.commit(Transaction(puts=encode(job)))
+    await store.commit(encode(job))
     driver = await driver_of(logs, store, ("l:1",))
     await driver.join("other", join())
     with pytest.raises(JobApart, match="the coordinator makes an error with it"):
         await driver.status("j")
-    driver.stop()
 
 
 # --- what a stranger says ---
-
-
-class Aborted(Exception):
-    pass
-
-
-class Caller:
-    """A context."""
-
-    async def abort(self, _code: object, words: str, *_trailers: object) -> None:
-        raise Aborted(words)
 
 
 @pytest.mark.parametrize(
@@ -275,13 +242,10 @@ def test_a_number_from_which_nobody_can_count_on_is_refused(call: str, request_:
     request_.job, request_.rank, request_.incarnation = "j", 0, "a"
 
     @scenario
-    async def test(logs: FakeLogs, store: MemoryStore) -> None:
-        driver = await driver_of(logs, store)
-        await run_to_running(driver)
+    async def test(driver: Driver) -> None:
         said: Any = Caller()
         with pytest.raises(Aborted, match=rf"numbers go up to {STEP_MAX}"):
             await getattr(Servicer(driver), call)(request_, said)
-        driver.stop()
 
     test()
 
@@ -294,26 +258,20 @@ def test_all_bits_may_be_voted_with() -> None:
 
 
 @scenario
-async def test_a_new_start_forgets_who_was_given_up(logs: FakeLogs, store: MemoryStore) -> None:
-    driver = await driver_of(logs, store)
-    await run_to_running(driver)
+async def test_a_new_start_forgets_who_was_given_up(driver: Driver) -> None:
     job = driver._jobs["j"].row
     await driver.apply("j", pb.FailRequest(reason="boom"))
     job.given_up, job.unlogged_below = [0], 7
-    await driver.join("j", replace(join(incarnation="b"), run="r2"))
+    await driver.join("j", join(incarnation="b", run="r2"))
     assert (job.given_up, job.unlogged_below) == ([], None)
-    driver.stop()
 
 
 @scenario
-async def test_a_checkpoint_is_asked_for_behind_the_last_number(logs: FakeLogs, store: MemoryStore) -> None:
-    driver = await driver_of(logs, store)
-    await run_to_running(driver)
+async def test_a_checkpoint_is_asked_for_behind_the_last_number(driver: Driver) -> None:
     caller: Any = Caller()
     ask = pb.AskCheckpointRequest(job="j", incarnation="a", generation=1, after_version=STEP_MAX, reason="r")
     await Servicer(driver).AskCheckpoint(ask, caller)
     assert (await driver.status("j")).view.checkpoint_at == STEP_MAX + 1
-    driver.stop()
 
 
 BAD = [
@@ -336,17 +294,16 @@ def test_a_configuration_that_cannot_be_is_refused_at_the_first_join_and_at_a_ne
     @scenario
     async def test(logs: FakeLogs, store: MemoryStore) -> None:
         driver = await driver_of(logs, store)
-        bad = replace(join(), world_size=4, config=config)
+        bad = join(world_size=4, config=config)
         with pytest.raises(Refusal, match=words):
             await driver.join("j", bad)
-        good = replace(bad, config={key: "1" for key in config if key in ("replicas", "shards")}, run="r1")
-        await driver.join("j", good)
+        good = {key: "1" for key in config if key in ("replicas", "shards")}
+        await driver.join("j", join(world_size=4, config=good, run="r1"))
         await driver.apply("j", pb.FailRequest(reason="boom"))
         before = encode(driver._jobs["j"].row)
         with pytest.raises(Refusal):
-            await driver.join("j", replace(bad, run="r2", incarnation="b"))
+            await driver.join("j", join(incarnation="b", world_size=4, config=config, run="r2"))
         assert encode(driver._jobs["j"].row) == before
-        driver.stop()
 
     test()
 
@@ -358,7 +315,7 @@ def test_a_job_that_does_not_say_how_many_replicas_it_has_has_one(strategy: str)
         clock = FakeClock()
         driver = await driver_of(logs, store, clock=clock)
         config = {"strategy": strategy, "lost_shard": "reroute"}
-        await driver.join("j", replace(join(), config=config))
+        await driver.join("j", join(config=config))
         await driver.apply("j", pb.CheckpointRequest(**sender(), version=0, generation=0))
         ready = pb.ReadyRequest(**sender(), generation=1, version=0, stages=(0,), num_stages=1)
         await driver.apply("j", ready)
@@ -369,21 +326,17 @@ def test_a_job_that_does_not_say_how_many_replicas_it_has_has_one(strategy: str)
             await driver.tick()
         assert not driver.failed.done()
         assert "j" not in driver.apart
-        driver.stop()
 
     test()
 
 
 @scenario
-async def test_a_process_of_before_cannot_start_the_job_again(logs: FakeLogs, store: MemoryStore) -> None:
-    driver = await driver_of(logs, store)
-    await run_to_running(driver)
+async def test_a_process_of_before_cannot_start_the_job_again(driver: Driver) -> None:
     await driver.apply("j", pb.FailRequest(reason="boom"))
     before = encode(driver._jobs["j"].row)
     with pytest.raises(Refusal, match="this process was rank 0 before job j was over"):
-        await driver.join("j", replace(join(), run="another"))
+        await driver.join("j", join(run="another"))
     assert encode(driver._jobs["j"].row) == before
-    driver.stop()
 
 
 @scenario
@@ -394,7 +347,7 @@ async def test_a_job_whose_stages_do_not_fit_begins_anew(logs: FakeLogs, store: 
     async def begin(start: str, stages: dict[int, tuple[int, ...]]) -> None:
         ranks = {rank: {"rank": rank, "incarnation": f"{start}{rank}"} for rank in stages}
         for rank, who in ranks.items():
-            await driver.join("j", replace(join(rank, who["incarnation"]), world_size=2, run=start))
+            await driver.join("j", join(rank, who["incarnation"], world_size=2, run=start))
         generation = driver.generation_of("j")
         for who in ranks.values():
             await driver.apply("j", pb.CheckpointRequest(**who, version=0, generation=generation))
@@ -410,13 +363,12 @@ async def test_a_job_whose_stages_do_not_fit_begins_anew(logs: FakeLogs, store: 
     await begin("r2", {0: (0,), 1: (1,)})
     await view_with(driver, lambda view: view.state == pb.RUNNING)
     assert "j" not in driver.apart
-    driver.stop()
 
 
 @scenario
 async def test_a_communicators_groups_are_built_once(logs: FakeLogs, store: MemoryStore) -> None:
     driver = await driver_of(logs, store)
-    await driver.join("j", replace(join(), config={"communicator": "1"}))
+    await driver.join("j", join(config={"communicator": "1"}))
 
     def built(number: int) -> pb.VoteRequest:
         return pb.VoteRequest(**sender(), generation=1, number=number, kind=pb.BUILT, value=1)
@@ -425,7 +377,6 @@ async def test_a_communicators_groups_are_built_once(logs: FakeLogs, store: Memo
     with pytest.raises(Refusal, match="the groups of generation 1 are built already"):
         await driver.apply("j", built(1))
     assert await state_of(driver) == "RUNNING"
-    driver.stop()
 
 
 # --- what must not grow, and what must not be forgotten ---

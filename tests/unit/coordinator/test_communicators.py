@@ -21,6 +21,7 @@ from swift_ft_services.coordinator.job import Job
 from swift_ft_services.coordinator.job_record import State
 from swift_ft_services.coordinator.timeouts import Timing
 from swift_ft_services.coordinator.views import view_of
+from tests.unit.coordinator.driver_world import join
 from tests.unit.coordinator.rows import read, write_changes
 
 TIMING = Timing(heartbeat_s=1.0, lease_s=5.0, step_bound_s=20.0)
@@ -120,18 +121,8 @@ class World:
     def join(self, me: Member) -> Iterator[None]:
         while self.holder_of(me) is None and not self.over():
             try:
-                self.tell(
-                    me,
-                    m.Join(
-                        rank=me.rank,
-                        incarnation=me.incarnation,
-                        pid=1,
-                        host="h",
-                        world_size=self.size,
-                        config={CONFIG: "1"},
-                        fingerprint={},
-                    ),
-                )
+                request = join(me.rank, me.incarnation, world_size=self.size, config={CONFIG: "1"})
+                self.tell(me, m.Join(request))
             except Refusal as refusal:
                 if refusal.kind is not Refused.TAKEN and not self.over():
                     raise
@@ -212,7 +203,7 @@ class World:
         if self.job is None:
             if not isinstance(command, m.Join):
                 return True
-            self.job = job_class(command.config).create("c", [], command, TIMING, self.now)
+            self.job = job_class(command.request.config).create("c", [], command, TIMING, self.now)
         sender = getattr(command, "sender", None)
         try:
             effects = self.job.step(command, self.now)

@@ -19,9 +19,17 @@ from swift_ft_services.coordinator.__main__ import hold, open_directory
 from swift_ft_services.coordinator.driver import Apart, JobApart
 from swift_ft_services.coordinator.job_record import ROOT, JobRow, by_job, decode
 from swift_ft_services.coordinator.service import Servicer
-from swift_ft_services.coordinator.store import SqliteStore, Stored, StoreFailed, Transaction
-from tests.memory_store import MemoryStore
-from tests.unit.coordinator.driver_world import FakeLogs, driver_of, join, run_to_running, scenario, sender
+from swift_ft_services.coordinator.store import SqliteStore, StoreFailed
+from tests.unit.coordinator.driver_world import (
+    Aborted,
+    Caller,
+    FakeLogs,
+    driver_of,
+    join,
+    run_to_running,
+    scenario,
+    sender,
+)
 
 FILE = "coordinator.sqlite"
 LOG = f"{FILE}-wal"
@@ -29,17 +37,6 @@ ACKNOWLEDGED = "acknowledged"
 PAGE_BYTES = 4096
 FLIPS = 60
 """Of one region."""
-
-
-class Aborted(Exception):
-    pass
-
-
-class Caller:
-    """A context."""
-
-    async def abort(self, _code: object, words: str, _trailers: object) -> None:
-        raise Aborted(words)
 
 
 async def held(directory: Path) -> SqliteStore:
@@ -55,7 +52,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     at = tmp_path_factory.mktemp("base")
 
     @scenario
-    async def fill(logs: FakeLogs, _store: MemoryStore) -> None:
+    async def fill(logs: FakeLogs) -> None:
         (at / "meta").mkdir()
         store = await held(at / "meta")
         driver = await driver_of(logs, store)
@@ -103,15 +100,14 @@ def rows_or_refused(directory: Path) -> Rows | str:
 def all_of(store: SqliteStore) -> dict[str, dict[str, str]]:
     """name -> the parts of that job. The store is closed then."""
 
-    async def read() -> dict[str, Stored]:
+    async def read() -> dict[str, str]:
         try:
             await hold(store)
             return await store.read(ROOT)
         finally:
             await store.close()
 
-    stored = by_job(asyncio.run(read()))
-    return {name: {key: part.value for key, part in parts.items()} for name, parts in stored.items()}
+    return by_job(asyncio.run(read()))
 
 
 def flip(data: bytearray, at: int, draw: random.Random) -> None:
@@ -247,13 +243,13 @@ def test_a_commit_that_was_cut_off_is_no_damage_unless_it_was_acknowledged(tmp_p
     async def fill() -> None:
         (tmp_path / "meta").mkdir()
         store = await held(tmp_path / "meta")
-        await store.commit(Transaction(puts=first))
+        await store.commit(first)
         shutil.copytree(tmp_path / "meta", tmp_path / "first")
-        await store.commit(Transaction(puts={"a": "second", "b": "x" * 9000}, deletes=["gone"]))
+        await store.commit({"a": "second", "b": "x" * 9000}, ["gone"])
         shutil.copytree(tmp_path / "meta", tmp_path / "second")
         await store.close()
 
-    async def read(directory: Path) -> dict[str, Stored] | None:
+    async def read(directory: Path) -> dict[str, str] | None:
         store = SqliteStore(directory / FILE)
         try:
             await store.hold()
@@ -274,12 +270,9 @@ def test_a_commit_that_was_cut_off_is_no_damage_unless_it_was_acknowledged(tmp_p
             found = asyncio.run(read(directory))
             if length == end:
                 assert found is not None
-                assert {key: stored.value[:6] for key, stored in found.items()} == {
-                    "a": "second",
-                    "b": "xxxxxx",
-                }
+                assert found == {"a": "second", "b": "x" * 9000}
             elif acknowledged == "first":
-                assert found == {key: Stored(value=value, revision=1) for key, value in first.items()}
+                assert found == first
             else:
                 assert found is None
             shutil.rmtree(directory)
@@ -363,7 +356,7 @@ def test_one_damaged_row_is_that_jobs_trouble(base: Path, tmp_path: Path) -> Non
         assert count == 1
 
     @scenario
-    async def served(logs: FakeLogs, _store: MemoryStore) -> None:
+    async def served(logs: FakeLogs) -> None:
         store = await held(path.parent)
         driver = await driver_of(logs, store)
         assert (await driver.status("k")).view.job == "k"

@@ -2,27 +2,23 @@
 
 import asyncio
 import threading
-from dataclasses import replace
 
 import pytest
 
 from swift_ft._pb import coordinator_pb2 as pb
-from swift_ft.errors import LogUnavailable, UsageError
+from swift_ft.errors import JobSetApart, LogUnavailable, ServiceError, StaleGeneration, UsageError
 from swift_ft.log.admin import JobSpace
 from swift_ft_services.coordinator import commands as m
 from swift_ft_services.coordinator import driver as driver_module
 from swift_ft_services.coordinator import driver as published_module
 from swift_ft_services.coordinator import log_calls
 from swift_ft_services.coordinator.driver import Driver, JobApart, NoSuchJob
-from swift_ft_services.coordinator.job_record import LogServer, row_key
+from swift_ft_services.coordinator.job_record import row_key
 from swift_ft_services.coordinator.log_calls import (
-    Answered,
-    GenerationRefused,
     Unavailable,
-    Unfit,
 )
 from swift_ft_services.coordinator.log_placement import EMPTIED_WHEN_NEW
-from swift_ft_services.coordinator.store import StoreFailed, Transaction
+from swift_ft_services.coordinator.store import StoreConflict, StoreFailed
 from swift_ft_services.coordinator.timeouts import Timing
 from tests.memory_store import MemoryStore
 from tests.unit.coordinator.driver_world import (
@@ -40,9 +36,7 @@ from tests.unit.coordinator.driver_world import (
 
 
 @scenario
-async def test_every_log_server_is_fenced_before_planning(logs: FakeLogs, store: MemoryStore) -> None:
-    driver = await driver_of(logs, store)
-    await run_to_running(driver)
+async def test_every_log_server_is_fenced_before_planning(driver: Driver, logs: FakeLogs) -> None:
     logs.troubles["l1"] = LogUnavailable("connection refused")
     await driver.apply("j", pb.ExitRequest(rank=0, incarnation="a", pid=1, exit_code=-9))
     view = await view_with(driver, lambda view: "connection refused" in view.waiting_for)
@@ -55,15 +49,10 @@ async def test_every_log_server_is_fenced_before_planning(logs: FakeLogs, store:
     view = await view_with(driver, lambda view: view.state == pb.PLANNING)
     assert view.generation == 2
     assert "connection refused" not in view.waiting_for
-    driver.stop()
 
 
 @scenario
-async def test_a_newer_generation_does_not_wait_for_the_older_fence(
-    logs: FakeLogs, store: MemoryStore
-) -> None:
-    driver = await driver_of(logs, store)
-    await run_to_running(driver)
+async def test_a_newer_generation_does_not_wait_for_the_older_fence(driver: Driver, logs: FakeLogs) -> None:
     logs.gate.clear()  # calls hang
     await driver.apply("j", pb.ExitRequest(rank=0, incarnation="a", pid=1, exit_code=-9))
     await driver.join("j", join(incarnation="b"))
@@ -78,7 +67,6 @@ async def test_a_newer_generation_does_not_wait_for_the_older_fence(
     logs.gate.set()
     view = await view_with(driver, lambda view: view.state == pb.PLANNING)
     assert view.generation == 3
-    driver.stop()
 
 
 async def asks_no_more(driver: Driver) -> None:
@@ -97,34 +85,32 @@ async def test_a_job_that_is_over_asks_its_log_servers_for_nothing(
     await driver.apply("j", pb.FailRequest(reason="given up"))
     await asks_no_more(driver)
     assert (await driver.status("j")).view.reason == "given up"
-    driver.stop()
 
 
 @scenario
-async def test_a_log_server_that_is_given_up_is_asked_for_nothing(logs: FakeLogs, store: MemoryStore) -> None:
-    driver = await driver_of(logs, store)
-    await run_to_running(driver)
+async def test_a_log_server_that_is_given_up_is_asked_for_nothing(driver: Driver, logs: FakeLogs) -> None:
     await driver.apply("j", pb.ExitRequest(rank=0, incarnation="a", pid=1, exit_code=-9))
     await driver.join("j", join(incarnation="b"))
     await view_with(driver, lambda view: view.state == pb.PLANNING)
     logs.troubles["l1"] = LogUnavailable("connection refused")
     await driver.apply("j", pb.ReportRequest(**sender("b"), generation=2))
     await view_with(driver, lambda view: "connection refused" in view.waiting_for)
-    await driver.apply("j", m.ChangeLogServers(lost="l1"))
+    await driver.apply("j", pb.ChangeLogServersRequest(lost="l1"))
     await view_with(driver, lambda view: view.state == pb.PLANNING and view.generation == 3)
     await asks_no_more(driver)
-    driver.stop()
 
 
 @scenario
 async def test_a_log_server_that_is_ahead_fails_the_job(logs: FakeLogs, store: MemoryStore) -> None:
-    logs.troubles["l1"] = GenerationRefused("l1 holds generation 9")
+    logs.troubles["l1"] = StaleGeneration("l1 holds generation 9")
     driver = await driver_of(logs, store)
     await driver.join("j", join())
     view = await view_with(driver, lambda view: view.state == pb.FAILED)
-    assert view.reason == "l1 holds generation 9"
+    assert view.reason == (
+        "log server l1 is ahead of this coordinator for job j (l1 holds generation 9): start the job under another "
+        "name, or with an empty log"
+    )
     assert not driver.failed.done()
-    driver.stop()
 
 
 async def lose_rank_0(driver: Driver) -> None:
@@ -134,17 +120,14 @@ async def lose_rank_0(driver: Driver) -> None:
 
 @scenario
 async def test_a_log_server_that_has_set_the_job_apart_is_done_without(
-    logs: FakeLogs, store: MemoryStore
+    driver: Driver, logs: FakeLogs
 ) -> None:
-    driver = await driver_of(logs, store)
-    await run_to_running(driver)
-    logs.troubles["l1"] = Unfit("log server l1: job j is set apart: its manifest is damaged")
+    logs.troubles["l1"] = JobSetApart("job j is set apart: its manifest is damaged")
     await lose_rank_0(driver)
     view = await view_with(driver, lambda view: view.state == pb.PLANNING)
     assert driver._jobs["j"].row.addresses() == ["l0"]
     assert "log server l1 is lost: it cannot be used: log server l1: job j is set apart" in view.reason
     assert ("fence", "l1", "j", view.generation) not in logs.calls
-    driver.stop()
 
 
 @scenario
@@ -153,35 +136,29 @@ async def test_the_last_log_server_that_has_set_the_job_apart_ends_it(
 ) -> None:
     driver = await driver_of(logs, store, servers=("l0",))
     await run_to_running(driver)
-    logs.troubles["l0"] = Unfit("log server l0: job j is set apart")
+    logs.troubles["l0"] = JobSetApart("job j is set apart")
     await lose_rank_0(driver)
     view = await view_with(driver, lambda view: view.state == pb.FAILED)
     assert view.reason == "log server l0: job j is set apart"
-    driver.stop()
 
 
 @scenario
 async def test_a_log_server_that_answers_with_nothing_but_errors_is_not_asked_for_ever(
-    logs: FakeLogs, store: MemoryStore
+    driver: Driver, logs: FakeLogs
 ) -> None:
     """One that is away is: see the first test."""
-    driver = await driver_of(logs, store)
-    await run_to_running(driver)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(log_calls, "ERRORS_MAX", 3)
         await lose_rank_0(driver)
         await view_with(driver, lambda view: view.state == pb.PLANNING)
-        logs.troubles["l1"] = Answered("log server l1: INTERNAL: a bug")
+        logs.troubles["l1"] = ServiceError("log server l1: INTERNAL: a bug")
         await driver.apply("j", pb.ReportRequest(**sender("b"), generation=2))
         view = await view_with(driver, lambda view: view.state == pb.PLANNING and view.generation == 3)
     assert "log server l1: INTERNAL: a bug (3 times in a row)" in view.reason
-    driver.stop()
 
 
 @scenario
-async def test_a_fall_back_empties_the_logs_first(logs: FakeLogs, store: MemoryStore) -> None:
-    driver = await driver_of(logs, store)
-    await run_to_running(driver)
+async def test_a_fall_back_empties_the_logs_first(driver: Driver, logs: FakeLogs) -> None:
     await driver.apply("j", pb.ExitRequest(rank=0, incarnation="a", pid=1, exit_code=-9))
     await driver.join("j", join(incarnation="b"))
     await view_with(driver, lambda view: view.state == pb.PLANNING)
@@ -197,14 +174,13 @@ async def test_a_fall_back_empties_the_logs_first(logs: FakeLogs, store: MemoryS
         ("reset", "l0"),
         ("reset", "l1"),
     ]
-    driver.stop()
 
 
 @scenario
 async def test_a_trim_is_not_tried_again_behind_a_reset(logs: FakeLogs, store: MemoryStore) -> None:
     """All may have gone back to a checkpoint before the one that it was for."""
 
-    def trim(address: str, job: str, below_step: int) -> None:
+    def trim(address: str, job: str, below_step: int, cold: str = "") -> None:
         logs.calls.append(("trim", address, job, below_step))
         raise LogUnavailable("connection refused")
 
@@ -222,53 +198,36 @@ async def test_a_trim_is_not_tried_again_behind_a_reset(logs: FakeLogs, store: M
         await view_with(driver, lambda view: view.state == pb.RECOVERING)
         assert ("reset", "l0") in [call[:2] for call in logs.calls]
         assert not driver._questions.under_way("j", "trim")
-    driver.stop()
 
 
 @scenario
-async def test_trims_are_tried_a_few_times_and_never_block(logs: FakeLogs, store: MemoryStore) -> None:
-    driver = await driver_of(logs, store)
-    await run_to_running(driver)
+async def test_trims_are_tried_a_few_times_and_never_block(driver: Driver, logs: FakeLogs) -> None:
     logs.troubles["l0"] = LogUnavailable("connection refused")
     await driver.apply("j", pb.CheckpointRequest(**sender(), version=5, generation=0))
     await until(lambda: logs.calls.count(("trim", "l0", "j", 5)) >= 2)
     await until(lambda: ("trim", "l1", "j", 5) in logs.calls)
     assert (await view_with(driver, lambda _: True)).state == pb.RUNNING
-    driver.stop()
 
 
-@scenario
-async def test_a_store_that_fails_ends_the_coordinator(logs: FakeLogs, store: MemoryStore) -> None:
-    driver = await driver_of(logs, store)
-    await run_to_running(driver)
+@pytest.mark.parametrize("error", [StoreFailed("disk is full"), StoreConflict("taken over")])
+def test_a_store_that_fails_or_is_taken_over_ends_the_coordinator(error: Exception) -> None:
+    @scenario
+    async def test(driver: Driver, store: MemoryStore) -> None:
 
-    async def commit(_transaction: Transaction) -> int:
-        raise StoreFailed("database or disk is full")
+        async def commit(*_: object) -> None:
+            raise error
 
-    shown = await view_with(driver, lambda _: True)
-    store.commit = commit  # type: ignore[method-assign]
-    with pytest.raises(Unavailable, match="disk is full"):
-        await driver.apply("j", pb.ExitRequest(rank=0, incarnation="a", pid=1, exit_code=-9))
-    assert "disk is full" in driver.failed.result()
-    # Memory is ahead of the disk now, so nothing more is said.
-    assert (await view_with(driver, lambda _: True)) == shown
-    with pytest.raises(Unavailable):
-        await driver.apply("j", pb.HeartbeatRequest(**sender(), version=1))
-    driver.stop()
+        shown = await view_with(driver, lambda _: True)
+        store.commit = commit  # type: ignore[method-assign]
+        with pytest.raises(Unavailable, match=str(error)):
+            await driver.apply("j", pb.ExitRequest(rank=0, incarnation="a", pid=1, exit_code=-9))
+        assert str(error) in driver.failed.result()
+        # Memory is ahead of the disk now, so nothing more is said.
+        assert (await view_with(driver, lambda _: True)) == shown
+        with pytest.raises(Unavailable):
+            await driver.apply("j", pb.HeartbeatRequest(**sender(), version=1))
 
-
-@scenario
-async def test_another_coordinator_on_the_same_store_ends_this_one(
-    logs: FakeLogs, store: MemoryStore
-) -> None:
-    first = await driver_of(logs, store)
-    await run_to_running(first)
-    second = await driver_of(logs, store)
-    await second.apply("j", pb.ExitRequest(rank=0, incarnation="a", pid=1, exit_code=-9))
-    with pytest.raises(Unavailable, match="cannot be made durable: jobs/j/row is at revision"):
-        await first.apply("j", pb.CheckpointRequest(**sender(), version=5, generation=0))
-    first.stop()
-    second.stop()
+    test()
 
 
 @scenario
@@ -282,40 +241,30 @@ async def test_a_restart_goes_on_with_the_same_log_servers_elsewhere(
         await driver_of(logs, store, ("l0",))
     moved = await driver_of(logs, store, ("l2", "l3"))
     assert list((await view_with(moved, lambda _: True)).log_servers) == ["l2", "l3"]
-    moved.stop()
 
 
 @scenario
 async def test_a_row_that_cannot_be_read_is_named(logs: FakeLogs, store: MemoryStore) -> None:
-    await store.commit(Transaction(puts={row_key("j"): "{}"}))
+    await store.commit({row_key("j"): "{}"})
     driver = await driver_of(logs, store)
     with pytest.raises(JobApart, match="row of it is damaged \\(it cannot be read"):
         await driver.apply("j", m.Tick())
-    driver.stop()
 
 
 @scenario
-async def test_jobs_do_not_mix(logs: FakeLogs, store: MemoryStore) -> None:
-    driver = await driver_of(logs, store)
-    await run_to_running(driver)
+async def test_jobs_do_not_mix(driver: Driver) -> None:
     await driver.join("k", join())
     await driver.apply("k", pb.FailRequest(reason="of k alone"))
     assert (await driver.status("k")).view.state == pb.FAILED
     assert (await driver.status("j")).view.state == pb.RUNNING
     with pytest.raises(NoSuchJob):
         await driver.apply("l", m.Tick())
-    driver.stop()
 
 
 @scenario
 async def test_a_log_that_runs_full_makes_an_early_checkpoint(logs: FakeLogs, store: MemoryStore) -> None:
-    driver = Driver(
-        store,
-        logs,
-        Timing(heartbeat_s=0.05, lease_s=30.0, step_bound_s=60.0),
-        [LogServer(address="l0"), LogServer(address="l1")],
-    )
-    await driver.start()
+    timing = Timing(heartbeat_s=0.05, lease_s=30.0, step_bound_s=60.0)
+    driver = await driver_of(logs, store, timing=timing)
     await run_to_running(driver)
     ticks = asyncio.create_task(driver.run_ticks())
     logs.troubles["l0"] = LogUnavailable("connection refused")  # nothing waits for it
@@ -333,7 +282,6 @@ async def test_a_log_that_runs_full_makes_an_early_checkpoint(logs: FakeLogs, st
     await until(lambda: ("trim", "l1", "j", 1) in logs.calls)
     assert not (await view_with(driver, lambda _: True)).HasField("checkpoint_at")
     ticks.cancel()
-    driver.stop()
 
 
 @scenario
@@ -361,9 +309,8 @@ async def test_a_log_server_that_has_forgotten_the_job_begins_anew(
     ]
     assert sorted(view.log_copies[0].servers) == ["l0", "l1"]
     assert ("reset", "l1", "j", 2, EMPTIED_WHEN_NEW) in logs.calls
-    await driver._questions._begin_anew(driver._jobs["j"], 1, "l1")  # late
+    await driver.apply("j", m.LogLost(generation=1, address="l1"))  # late
     assert driver.generation_of("j") == 2
-    driver.stop()
 
 
 @scenario
@@ -389,9 +336,7 @@ async def test_questions_about_space_that_hang_hold_up_no_fence(logs: FakeLogs, 
 
 
 @scenario
-async def test_a_coordinator_that_stops_takes_no_command(logs: FakeLogs, store: MemoryStore) -> None:
-    driver = await driver_of(logs, store)
-    await run_to_running(driver)
+async def test_a_coordinator_that_stops_takes_no_command(driver: Driver) -> None:
     revision = driver._jobs["j"].row.revision
     driver.stop()
     with pytest.raises(Unavailable, match="shutting down"):
@@ -430,7 +375,6 @@ async def test_a_silent_log_server_is_lost_and_the_others_are_not_asked_about_it
     await driver.apply("j", pb.ReportRequest(**sender(), generation=2, has_state=True, version=3))
     await view_with(driver, lambda view: view.state == pb.RECOVERING)
     assert {call[1] for call in logs.calls} == {"l0"}
-    driver.stop()
 
 
 @scenario
@@ -447,16 +391,11 @@ async def test_none_is_lost_while_none_answers(logs: FakeLogs, store: MemoryStor
         await asyncio.sleep(0.002)
     view = await view_with(driver, lambda _: True)
     assert (view.state, view.generation) == (pb.RUNNING, 1)
-    driver.stop()
 
 
 @scenario
-async def test_a_log_server_that_comes_is_emptied_before_it_is_used(
-    logs: FakeLogs, store: MemoryStore
-) -> None:
-    driver = await driver_of(logs, store)
-    await run_to_running(driver)
-    await driver.apply("j", m.ChangeLogServers(add="l2", add_host="m2"))
+async def test_a_log_server_that_comes_is_emptied_before_it_is_used(driver: Driver, logs: FakeLogs) -> None:
+    await driver.apply("j", pb.ChangeLogServersRequest(add="l2", add_host="m2"))
     await view_with(driver, lambda view: view.state == pb.PLANNING)
     assert ("reset", "l2", "j", 2, EMPTIED_WHEN_NEW) in logs.calls
     assert ("fence", "l0", "j", 2) in logs.calls
@@ -465,7 +404,6 @@ async def test_a_log_server_that_comes_is_emptied_before_it_is_used(
     await view_with(driver, lambda view: view.state == pb.PLANNING and view.generation == 3)
     assert ("fence", "l2", "j", 3) in logs.calls
     assert ("reset", "l2", "j", 3, EMPTIED_WHEN_NEW) not in logs.calls
-    driver.stop()
 
 
 @scenario
@@ -474,9 +412,9 @@ async def test_a_restart_with_the_flags_of_the_beginning_knows_what_was_lost(
 ) -> None:
     first = await driver_of(logs, store)
     await run_to_running(first)
-    await first.apply("j", m.ChangeLogServers(lost="l0", add="l2", add_host="m2"))
+    await first.apply("j", pb.ChangeLogServersRequest(lost="l0", add="l2", add_host="m2"))
     first.stop()
-    with pytest.raises(UsageError, match="names l0,l1, job j is kept on l2,l1"):
+    with pytest.raises(UsageError, match="names l0,l1, job j is kept on l1,l2"):
         await driver_of(logs, store)  # who says that l2 is l1 under the address of another one?
     for servers in (("l1", "l2"), ("l0", "l1", "l2"), ("l2", "l1")):
         again = await driver_of(logs, store, servers)
@@ -484,7 +422,6 @@ async def test_a_restart_with_the_flags_of_the_beginning_knows_what_was_lost(
         again.stop()
     moved = await driver_of(logs, store, ("l1", "l7"))
     assert list((await view_with(moved, lambda _: True)).log_servers) == ["l1", "l7"]
-    moved.stop()
 
 
 @scenario
@@ -506,7 +443,6 @@ async def test_jobs_are_listed_as_far_as_the_asker_may_see_them(logs: FakeLogs, 
         few.setattr(driver_module, "JOBS_SHOWN_MAX", 2)
         listed = await driver.jobs(lambda name: True)
     assert ([one.job for one in listed.jobs], listed.left_out) == (["b", "c"], 1)
-    driver.stop()
 
 
 @scenario
@@ -516,7 +452,7 @@ async def test_whom_a_recovery_still_waits_for_is_shown_after_a_while(
     clock = FakeClock()
     driver = await driver_of(logs, store, clock=clock)
     for rank, incarnation in ((0, "a"), (1, "b")):
-        await driver.join("j", replace(join(rank, incarnation), world_size=2))
+        await driver.join("j", join(rank, incarnation, world_size=2))
     await view_with(driver, lambda view: view.waiting_for == "ranks 0, 1 to be ready")
     await driver.apply("j", pb.ReadyRequest(**sender(), generation=1, version=0, stages=(0,), num_stages=2))
     await driver.tick()
@@ -529,4 +465,3 @@ async def test_whom_a_recovery_still_waits_for_is_shown_after_a_while(
     clock.now += published_module.SHOWN_S
     await driver.tick()
     assert driver._published._views["j"] is view, "nothing new, so nobody is woken"
-    driver.stop()

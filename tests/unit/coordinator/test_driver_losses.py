@@ -2,13 +2,16 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import pytest
 
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.errors import LogUnavailable, UsageError
+from swift_ft.log import record
 from swift_ft.log.admin import JobSpace
-from swift_ft_services.coordinator import commands as m
+from swift_ft.planner import StreamSummary
+from swift_ft_services.coordinator import views
 from swift_ft_services.coordinator.driver import Driver
 from swift_ft_services.coordinator.job_record import RankLogs
 from swift_ft_services.coordinator.log_placement import EMPTIED_WHEN_NEW, GIVEN_UP, unreplaced
@@ -66,18 +69,16 @@ def asked(logs: FakeLogs, kind: str, generation: int) -> list[str]:
 
 @scenario
 async def test_a_server_that_was_lost_before_it_was_emptied_is_emptied_once(
-    logs: FakeLogs, store: MemoryStore
+    driver: Driver, logs: FakeLogs
 ) -> None:
     """It is added again later. What is acknowledged there from then on must outlive every death."""
-    driver = await driver_of(logs, store)
-    await run_to_running(driver)
     logs.troubles["l2"] = LogUnavailable("connection refused")
-    await driver.apply("j", m.ChangeLogServers(lost="l1", add="l2"))
+    await driver.apply("j", pb.ChangeLogServersRequest(lost="l1", add="l2"))
     await view_with(driver, lambda view: "connection refused" in view.waiting_for)
-    await driver.apply("j", m.ChangeLogServers(lost="l2"))
+    await driver.apply("j", pb.ChangeLogServersRequest(lost="l2"))
     await planning(driver, 3)
     logs.troubles.clear()
-    await driver.apply("j", m.ChangeLogServers(add="l2"))
+    await driver.apply("j", pb.ChangeLogServersRequest(add="l2"))
     await planning(driver, 4)
     assert servers(driver) == [("l0", False), ("l1", True), ("l2", True), ("l2", False)]
     assert asked(logs, "reset", 4) == ["l2"]
@@ -86,7 +87,6 @@ async def test_a_server_that_was_lost_before_it_was_emptied_is_emptied_once(
         await die(driver, generation)
         assert asked(logs, "reset", generation) == []
         assert asked(logs, "fence", generation) == ["l0", "l2"]
-    driver.stop()
 
 
 @scenario
@@ -106,7 +106,6 @@ async def test_servers_that_come_back_empty_together_are_all_used_anew(
     assert set(asked(logs, "fence", 2)) <= {servers(driver)[2][0]}
     assert asked(logs, "reset", 3) == ["l0", "l1"]
     assert [copy.whole_from for copy in logs_of_rank(driver).copies] == [None, None]
-    driver.stop()
 
 
 @scenario
@@ -136,7 +135,6 @@ async def test_a_server_that_comes_back_empty_with_its_rank_is_no_source(
     await die(driver, 4)
     assert servers(driver) == [("l0", True), ("l0", False)]
     assert asked(logs, "fence", 4) == ["l0"]
-    driver.stop()
 
 
 @scenario
@@ -155,7 +153,6 @@ async def test_a_plan_that_gives_the_log_up_drops_what_a_new_server_was_sent_mea
     resets = [call for call in logs.calls if call[0] == "reset"]
     assert resets == [("reset", "l0", "j", 3, EMPTIED_WHEN_NEW), ("reset", "l0", "j", 3, GIVEN_UP)]
     assert EMPTIED_WHEN_NEW < GIVEN_UP  # a server that has done one does no earlier one
-    driver.stop()
 
 
 @scenario
@@ -174,7 +171,6 @@ async def test_a_server_that_comes_back_empty_while_the_log_is_given_up_is_used_
     await recover(driver, 3, version=None)
     resets = [call[3:] for call in logs.calls if call[0] == "reset"]
     assert resets[-2:] == [(3, EMPTIED_WHEN_NEW), (3, GIVEN_UP)]
-    driver.stop()
 
 
 @scenario
@@ -186,16 +182,13 @@ async def test_a_job_that_begins_finds_servers_that_do_not_know_it(
     await run_to_running(driver)
     assert servers(driver) == [("l0", False), ("l1", False)]
     assert asked(logs, "fence", 1) == ["l0", "l1"]
-    driver.stop()
 
 
 @scenario
 async def test_an_answer_from_before_its_first_fence_gives_no_server_up(
-    logs: FakeLogs, store: MemoryStore
+    driver: Driver, logs: FakeLogs
 ) -> None:
     """One that has come is asked before it knows the job; it says so once it does, and holds the generation."""
-    driver = await driver_of(logs, store)
-    await run_to_running(driver)
     answer, reset = threading.Event(), threading.Event()
     empty = logs.reset
 
@@ -205,12 +198,12 @@ async def test_an_answer_from_before_its_first_fence_gives_no_server_up(
         answer.wait(10)
         return JobSpace(0, "", unknown=True)
 
-    def until_told(address: str, job: str, generation: int, number: int) -> None:
+    def until_told(address: str, job: str, generation: int, number: int) -> str:
         reset.wait(10)
-        empty(address, job, generation, number)
+        return empty(address, job, generation, number)
 
     logs.space, logs.reset = space, until_told  # type: ignore[method-assign]
-    await driver.apply("j", m.ChangeLogServers(add="l2"))
+    await driver.apply("j", pb.ChangeLogServersRequest(add="l2"))
     question = asyncio.create_task(driver._questions.space(driver._jobs["j"], 2))
     await asyncio.sleep(0)  # it begins: nobody holds generation 2
     assert driver._jobs["j"].row.granted == 1
@@ -220,7 +213,6 @@ async def test_an_answer_from_before_its_first_fence_gives_no_server_up(
     await question
     assert driver.generation_of("j") == 2
     assert servers(driver) == [("l0", False), ("l1", False), ("l2", False)]
-    driver.stop()
 
 
 @scenario
@@ -242,61 +234,141 @@ async def test_servers_elsewhere_are_named_in_the_order_of_the_beginning(
     first.stop()
     moved = await driver_of(logs, store, ("new0", "new1"))
     assert servers(moved)[-2:] == [("new1", False), ("new0", False)]
-    moved.stop()
 
 
 @scenario
-async def test_a_server_elsewhere_is_named_in_the_place_of_the_one_it_came_for(
-    logs: FakeLogs, store: MemoryStore
+async def test_who_replaces_a_server_that_never_came(
+    driver: Driver, logs: FakeLogs, store: MemoryStore
 ) -> None:
-    first = await driver_of(logs, store)
-    await run_to_running(first)
-    await first.apply("j", m.ChangeLogServers(lost="l0", add="l2"))
-    await planning(first, 2)
-    first.stop()
-    with pytest.raises(UsageError, match="names l7, job j is kept on l2,l1"):
-        await driver_of(logs, store, ("l7",))
-    moved = await driver_of(logs, store, ("new0", "l1"))
-    assert servers(moved) == [("l0", True), ("l1", False), ("new0", False)]
-    moved.stop()
-
-
-@scenario
-async def test_who_replaces_a_server_that_never_came_takes_the_place_of_the_first(
-    logs: FakeLogs, store: MemoryStore
-) -> None:
-    driver = await driver_of(logs, store)
-    await run_to_running(driver)
     logs.troubles["l2"] = LogUnavailable("not there")
-    await driver.apply("j", m.ChangeLogServers(lost="l0", add="l2"))
+    await driver.apply("j", pb.ChangeLogServersRequest(lost="l0", add="l2"))
     await view_with(driver, lambda view: view.state == pb.FENCING)
     row = driver._jobs["j"].row
-    assert unreplaced(row) == [0]
-    await driver.apply("j", m.ChangeLogServers(lost="l2", add="l3"))
+    assert unreplaced(row) == 1
+    await driver.apply("j", pb.ChangeLogServersRequest(lost="l2", add="l3"))
     await planning(driver, 3)
     assert servers(driver)[-2:] == [("l2", True), ("l3", False)]
-    assert row.log_servers[-1].instead_of == 0
-    assert unreplaced(row) == []
+    assert unreplaced(row) == 0
+    driver.stop()
+    with pytest.raises(UsageError, match="names l7, job j is kept on l1,l3"):
+        await driver_of(logs, store, ("l7",))
 
 
 @scenario
 async def test_a_job_that_begins_does_not_wait_for_a_server_that_another_one_has_given_up(
-    logs: FakeLogs, store: MemoryStore
+    driver: Driver, logs: FakeLogs
 ) -> None:
-    driver = await driver_of(logs, store)
-    await run_to_running(driver)
     logs.troubles["l1"] = LogUnavailable("connection refused")
-    await driver.apply("j", m.ChangeLogServers(lost="l1"))
+    await driver.apply("j", pb.ChangeLogServersRequest(lost="l1"))
     await planning(driver, 2)
     await driver.join("k", join())
     words = "does not answer, and another job has given it up"
     await until(lambda: [each.lost for each in driver._jobs["k"].row.log_servers] == ["", words])
     # Once it has answered a job, it is like any other.
     logs.troubles.clear()
-    await driver.apply("j", m.ChangeLogServers(add="l1"))
+    await driver.apply("j", pb.ChangeLogServersRequest(add="l1"))
     await planning(driver, 3)
     logs.troubles["l1"] = LogUnavailable("connection refused")
     await driver.join("n", join())
     await until(lambda: driver._jobs["n"].row.blocked)
     assert [each.lost for each in driver._jobs["n"].row.log_servers] == ["", ""]
+
+
+@scenario
+async def test_a_server_that_has_answered_since_is_not_taken_for_given_up(
+    driver: Driver, logs: FakeLogs
+) -> None:
+    """Job j has lost it long ago and begins another generation; job k uses it and asks it for its space."""
+    await driver.apply("j", pb.ChangeLogServersRequest(lost="l1"))
+    await planning(driver, 2)
+    await driver.join("k", join())
+    await until(lambda: driver._jobs["k"].row.granted)
+    await recover(driver, 2, version=None)
+    await die(driver, 3)
+    logs.troubles["l1"] = LogUnavailable("connection refused")
+    await driver.join("n", join())
+    await until(lambda: driver._jobs["n"].row.blocked)
+    assert [each.lost for each in driver._jobs["n"].row.log_servers] == ["", ""]
+
+
+@scenario
+async def test_what_a_lost_server_has_moved_is_read_by_another_one_until_a_checkpoint_covers_it(
+    logs: FakeLogs, store: MemoryStore
+) -> None:
+    logs.cold = {"l0": "cold0", "l1": "cold1"}
+    driver = await driver_of(logs, store)
+    await run_to_running(driver)
+    job = driver._jobs["j"]
+    (first,) = [copy.server for copy in logs_of_rank(driver).copies]
+    lost, other = f"l{first}", f"l{1 - first}"
+    await driver.apply("j", pb.HeartbeatRequest(**sender(), version=3))
+    await driver.apply("j", pb.ChangeLogServersRequest(lost=lost))
+    await planning(driver, 2)
+    assert [copy.server for copy in logs_of_rank(driver).moved] == [first]
+    await recover(driver, 2, version=3)
+    assert (job.row.log_servers[first].cold, job.row.log_servers[first].below) == (f"cold{first}", 3)
+
+    # The log of the new server begins at version 3; what was moved leads to it, and nothing of it counts behind.
+    stream = record.boundary(0, "F", 0, 1)
+    logs.moved = {f"cold{first}": [StreamSummary(stream=stream, records=9, first_step=0, last_step=7)]}
+    found: list[dict[str, object]] = []
+    combined = job.places.combined
+
+    def note(*taken: object) -> object:
+        streams, sources = combined(*taken)  # type: ignore[arg-type]
+        found.append({"stream": streams[stream], "sources": sources[stream]})
+        return streams, sources
+
+    job.places.combined = note  # type: ignore[method-assign, assignment]
+    logs.held = {other: [StreamSummary(stream=stream, records=5, first_step=3, last_step=5)]}
+    await die(driver, 3)
+    await recover(driver, 3, version=5)
+    assert ("inventory", other, "j", f"cold{first}") in logs.calls
+    (last,) = found
+    assert last["sources"] == [first, 1 - first]
+    assert replace(last["stream"], reason="") == StreamSummary(  # type: ignore[type-var]
+        stream=stream, records=5, first_step=0, last_step=5
+    )
+    job.row.sources = {stream: [first, 1 - first]}
+    assert list(views._plan_of(job.row).sources[0].servers) == [f"{other}/cold{first}/3", other]  # type: ignore[union-attr]
+
+    # A checkpoint of version 6 covers all of it.
+    assert not [call for call in logs.calls if call[0] == "trim" and call[-1] == f"cold{first}"]
+    await driver._questions.trim(job, 2)
+    assert not [call for call in logs.calls if call[0] == "trim" and call[-1] == f"cold{first}"]
+    await driver._questions.trim(job, 3)
+    assert ("trim", other, "j", 3, f"cold{first}") in logs.calls
+
+
+async def take_back(logs: FakeLogs, now: str) -> tuple[tuple[str, str], bool]:
+    """Has a server lost and taken back. ``now``: where it moves records then. Returns where the
+    lost one has moved records by now, and had; and whether these are asked for."""
+    driver = await driver_of(logs, MemoryStore())
+    await run_to_running(driver)
+    (first,) = [copy.server for copy in logs_of_rank(driver).copies]
+    lost, before = f"l{first}", f"{first}/0.0"
+    asked = ("inventory", f"l{1 - first}", "j", before)
+    await driver.apply("j", pb.HeartbeatRequest(**sender(), version=3))
+    await driver.apply("j", pb.ChangeLogServersRequest(lost=lost))
+    await planning(driver, 2)
+    await recover(driver, 2, version=3)
+    assert asked in logs.calls
+    logs.calls.clear()
+    logs.cold[lost] = now.format(first)
+    await driver.apply("j", pb.ChangeLogServersRequest(add=lost))
+    await planning(driver, 3)
+    await recover(driver, 3, version=3)
     driver.stop()
+    cold = [server.cold for server in driver._jobs["j"].row.log_servers]
+    assert cold[1 - first] == f"{1 - first}/0.0"
+    assert cold[2] == logs.cold[lost]
+    return (cold[first], before), asked in logs.calls
+
+
+def test_what_a_lost_server_has_moved_does_not_count_once_that_server_is_taken_back() -> None:
+    """It is emptied, which removes its objects. With another disk it knows nothing of them."""
+    for now, counts in (("{}/3.0", False), ("another/3.0", True)):
+        logs = FakeLogs()
+        logs.cold = {"l0": "0/0.0", "l1": "1/0.0"}
+        (cold, before), asked = asyncio.run(take_back(logs, now))
+        assert (cold, asked) == ((before if counts else ""), counts)

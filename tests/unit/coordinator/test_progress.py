@@ -126,7 +126,6 @@ def test_what_a_rank_says_is_a_time_or_nothing(said: float | None, known: float 
         beat.replay.CopyFrom(pb.ReplayProgress(version=1, target=2, seconds_left=said))
         await Servicer(driver).Heartbeat(beat, context)
         assert job.replays == {0: pb.ReplayProgress(version=1, target=2, seconds_left=known)}
-        driver.stop()
 
     test()
 

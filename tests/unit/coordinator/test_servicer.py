@@ -9,7 +9,6 @@ import pytest
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.planner import HeldSnapshot, Report
 from swift_ft_services.authorization import Gate, Visit
-from swift_ft_services.coordinator import commands as m
 from swift_ft_services.coordinator.checks import check_stages
 from swift_ft_services.coordinator.commands import Refusal
 from swift_ft_services.coordinator.driver import Driver
@@ -19,19 +18,10 @@ from swift_ft_services.coordinator.log_calls import Unavailable
 from swift_ft_services.coordinator.service import Context, Servicer
 from swift_ft_services.coordinator.text import waiting_for
 from swift_ft_services.coordinator.views import view_of
+from tests.unit.coordinator.driver_world import Aborted, Caller, Taker
 from tests.unit.coordinator.test_parts import row
 
 ME: dict[str, Any] = {"job": "j", "rank": 2, "incarnation": "i"}
-
-
-class Taker:
-    """A driver that keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.commands: list[m.Command] = []
-
-    async def apply(self, _job: str, command: m.Command) -> None:
-        self.commands.append(command)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +66,12 @@ def test_a_rank_may_name_its_stages_in_any_order() -> None:
         check_stages(known, pb.ReadyRequest(rank=1, stages=[4, 2], num_stages=8, shard=2))
 
 
+def test_a_number_of_stages_that_no_job_has_is_refused() -> None:
+    """Tables of all stages are made of it."""
+    with pytest.raises(Refusal, match="rank 1 says there are 2000000000 stages: at most 65536"):
+        check_stages(row(), pb.ReadyRequest(rank=1, stages=[0], num_stages=2_000_000_000, shard=0))
+
+
 def test_a_plan_is_shown_whole() -> None:
     shown = row()
     plan = view_of(shown).plan
@@ -89,17 +85,6 @@ def test_a_plan_is_shown_whole() -> None:
     assert shown.plan is not None
     shown.plan = replace(shown.plan, exact=True)
     assert view_of(shown).plan.exact
-
-
-class Aborted(Exception):
-    pass
-
-
-class Caller:
-    """A context."""
-
-    async def abort(self, _code: object, words: str, *_trailers: object) -> None:
-        raise Aborted(words)
 
 
 def test_a_coordinator_that_stops_says_so_to_whoever_asks_for_its_jobs(
@@ -125,6 +110,18 @@ def test_a_reason_moves_no_cursor() -> None:
     (command,) = taker.commands
     assert isinstance(command, pb.FailRequest)
     assert command.reason == "line 1\n\tline 2 [2J  1A  größer"
+
+
+def test_what_a_request_has_beside_its_fields_is_not_kept() -> None:
+    taker = Taker()
+    known = pb.RankMeasured(steps=1, step_s=0.5)
+    measured = pb.RankMeasured.FromString(known.SerializeToString() + b"\xfa\x01\x04more")  # field 31
+    assert measured.ByteSize() == known.ByteSize() + 7
+    request = pb.MeasureRequest(**ME, measured=measured)
+    asyncio.run(Servicer(cast("Driver", taker)).Measure(request, cast("Context", None)))
+    (command,) = taker.commands
+    assert isinstance(command, pb.MeasureRequest)
+    assert command.measured.ByteSize() == known.ByteSize()
 
 
 def test_of_a_large_job_few_ranks_are_named() -> None:

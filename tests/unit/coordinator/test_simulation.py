@@ -26,6 +26,7 @@ from swift_ft_services.coordinator.job import Job
 from swift_ft_services.coordinator.job_record import LEGAL, JobRow, LogServer, State
 from swift_ft_services.coordinator.timeouts import Timing
 from swift_ft_services.coordinator.views import view_of
+from tests.unit.coordinator.driver_world import join
 from tests.unit.coordinator.followers import Followers, Process
 from tests.unit.coordinator.rows import encode, read, write_changes
 
@@ -362,16 +363,10 @@ class Simulation(Followers, RuleBasedStateMachine):
                 process.alive = False
                 self.unreported.append(process)
             elif not process.joined:
-                join = m.Join(
-                    rank=process.rank,
-                    incarnation=process.incarnation,
-                    pid=1,
-                    host="h",
-                    world_size=self.world_size,
-                    config=self.config,
-                    fingerprint={},
+                request = join(
+                    process.rank, process.incarnation, world_size=self.world_size, config=self.config
                 )
-                process.joined = self.guarded(process, join, crash)
+                process.joined = self.guarded(process, m.Join(request), crash)
             elif view is not None:
                 self.act_on(process, view, crash, choice)
 

@@ -12,15 +12,14 @@ import pytest
 from swift_ft._pb import etcd_pb2
 from swift_ft.credentials import Credentials
 from swift_ft.errors import UsageError
+from swift_ft_services.coordinator import etcd_store
 from swift_ft_services.coordinator.etcd_store import EtcdStore
 from swift_ft_services.coordinator.store import (
     MetadataStore,
     SqliteStore,
     StoreConflict,
-    Stored,
     StoreFailed,
     StoreHeld,
-    Transaction,
 )
 from tests.fake_etcd import FakeEtcd
 from tests.memory_store import MemoryStore
@@ -59,62 +58,22 @@ async def held_in(etcd: FakeEtcd, name: str = "a:1") -> EtcdStore:
     return store
 
 
-def test_what_is_committed_is_there_with_its_revision(opener: Opener) -> None:
+def test_what_is_committed_is_there(opener: Opener) -> None:
     async def run() -> None:
         store = await opener()
         assert await store.read() == {}
-        first = await store.commit(Transaction(puts={"a/1": "one", "a/2": "two", "b": "other"}))
-        assert first > 0
-        second = await store.commit(
-            Transaction(expected={"a/1": first, "c": 0}, puts={"a/1": "1", "c": "new"}, deletes=["a/2", "x"])
-        )
-        assert second > first
-        found = {
-            "a/1": Stored(value="1", revision=second),
-            "b": Stored(value="other", revision=first),
-            "c": Stored(value="new", revision=second),
-        }
-        assert await store.read() == found
+        await store.commit({"a/1": "one", "a/2": "two", "b": "other"})
+        await store.commit({"a/1": "1", "c": "new"}, ["a/2", "x"])
+        assert await store.read() == {"a/1": "1", "b": "other", "c": "new"}
         assert list(await store.read()) == ["a/1", "b", "c"]
-        assert await store.read("a/") == {"a/1": found["a/1"]}
-        third = await store.commit(Transaction(expected={"c": second}, deletes=["c"]))
-        assert third > second
+        assert await store.read("a/") == {"a/1": "1"}
+        await store.commit({}, ["c"])
+        await asyncio.gather(*(store.commit({"b": str(n)}) for n in range(20)))
         await store.close()
         again = await opener()
-        assert await again.read() == {key: found[key] for key in ("a/1", "b")}
-        # Revisions do not begin anew, whatever was deleted.
-        assert await again.commit(Transaction(puts={"c": "again"})) > third
+        assert await again.read() == {"a/1": "1", "b": "19"}
+        await again.commit({"c": "again"})
         await again.close()
-
-    asyncio.run(run())
-
-
-def test_a_condition_that_does_not_hold_undoes_all(opener: Opener) -> None:
-    async def run() -> None:
-        store = await opener()
-        there = await store.commit(Transaction(puts={"a": "first", "b": "second"}))
-        before = await store.read()
-        for expected in ({"a": 0}, {"a": there + 1}, {"a": there, "c": there}, {"a": there, "b": 0}):
-            with pytest.raises(StoreConflict, match="is at revision"):
-                await store.commit(
-                    Transaction(expected=expected, puts={"a": "of another", "n": ""}, deletes=["b"])
-                )
-        assert await store.read() == before
-        await store.commit(Transaction(expected={"a": there}, puts={"a": "mine"}))
-        await store.close()
-
-    asyncio.run(run())
-
-
-def test_transactions_that_meet_are_one_after_the_other(opener: Opener) -> None:
-    async def run() -> None:
-        store = await opener()
-        there = await store.commit(Transaction(puts={"a": ""}))
-        tries = [store.commit(Transaction(expected={"a": there}, puts={"a": str(n)})) for n in range(20)]
-        found = await asyncio.gather(*tries, return_exceptions=True)
-        assert sum(isinstance(one, int) for one in found) == 1
-        assert sum(isinstance(one, StoreConflict) for one in found) == 19
-        await store.close()
 
     asyncio.run(run())
 
@@ -124,7 +83,7 @@ def test_one_has_the_store_until_it_is_closed(opener: Opener) -> None:
         store = await opener()
         with pytest.raises(StoreHeld, match="another coordinator uses it"):
             await opener()
-        await store.commit(Transaction(puts={"a": "of the holder"}))
+        await store.commit({"a": "of the holder"})
         await store.close()
         again = await opener()
         assert list(await again.read()) == ["a"]
@@ -139,12 +98,11 @@ BIG = {f"k{number}": "é" * (number * 2000) for number in range(300)}
 def test_a_transaction_of_any_size_is_made_whole(etcd: FakeEtcd) -> None:
     async def run() -> None:
         store = await held_in(etcd)
-        await store.commit(Transaction(puts=BIG))
+        await store.commit(BIG)
         assert etcd.transactions > 100
-        assert {key: stored.value for key, stored in (await store.read()).items()} == BIG
-        second = await store.commit(Transaction(puts=dict.fromkeys(BIG, ""), deletes=["none"]))
-        there = await store.read()
-        assert there == dict.fromkeys(sorted(BIG), Stored(value="", revision=second))
+        assert await store.read() == BIG
+        await store.commit(dict.fromkeys(BIG, ""), ["none"])
+        assert await store.read() == dict.fromkeys(BIG, "")
         # One piece of each value is left, and nothing that was staged.
         assert len(etcd.rows) == len(BIG) + 2
         await store.close()
@@ -160,7 +118,7 @@ def test_a_large_transaction_that_is_cut_off_is_made_by_the_next_holder_or_by_no
 
     async def run() -> None:
         store = await held_in(etcd)
-        before = await store.commit(Transaction(puts={"k1": "before", "other": "before"}))
+        await store.commit({"k1": "before", "other": "before"})
         real, left = etcd._txn, [after]
 
         def txn(request: etcd_pb2.TxnRequest) -> etcd_pb2.TxnResponse:
@@ -171,12 +129,12 @@ def test_a_large_transaction_that_is_cut_off_is_made_by_the_next_holder_or_by_no
 
         monkeypatch.setattr(etcd, "_txn", txn)
         with pytest.raises(StoreConflict, match="another coordinator has taken the store over"):
-            await store.commit(Transaction(expected={"k1": before}, puts=BIG))
+            await store.commit(BIG)
         monkeypatch.undo()
         committed = b'"staged": 0' not in etcd.rows[b"swift/test/head"].value
         assert committed == (after == 200)
         second = await held_in(etcd, "b:1")
-        there = {key: stored.value for key, stored in (await second.read()).items()}
+        there = await second.read()
         assert there == ({**BIG, "other": "before"} if committed else {"k1": "before", "other": "before"})
         assert not [key for key in etcd.rows if b"/staged/" in key]
         await store.close()
@@ -189,13 +147,14 @@ def test_a_commit_whose_answer_is_lost_is_made_once(etcd: FakeEtcd) -> None:
     async def run() -> None:
         store = await held_in(etcd)
         etcd.lost_answers = 1
-        first = await store.commit(Transaction(puts={"a": "one"}))
-        assert await store.commit(Transaction(expected={"a": first}, puts={"a": "two"})) == first + 1
+        await store.commit({"a": "one"})
+        await store.commit({"a": "two"})
+        assert store._head[0] == 2
         etcd.lost_answers = 1
         await store.close()
         etcd.lost_answers = 1
         again = await held_in(etcd)
-        assert (await again.read())["a"] == Stored(value="two", revision=first + 1)
+        assert (await again.read(), again._head[0]) == ({"a": "two"}, 2)
         await again.close()
 
     asyncio.run(run())
@@ -217,10 +176,10 @@ def test_an_attempt_that_is_carried_out_late_changes_nothing(
         key = b"swift/test/staged/00000000"  # an earlier holder has left it
         etcd.rows[key] = etcd_pb2.KeyValue(key=key, value=b"left", create_revision=1, mod_revision=1)
         store = await held_in(etcd)
-        await store.commit(Transaction(puts=BIG))
-        await store.commit(Transaction(puts={"k299": "newer"}))
+        await store.commit(BIG)
+        await store.commit({"k299": "newer"})
         before = await store.read()
-        assert before["k299"].value == "newer"
+        assert before["k299"] == "newer"
         assert len(asked) > 100
         assert not [request for request in asked if real(request).succeeded]
         assert await store.read() == before
@@ -255,6 +214,22 @@ def test_renewals_go_on_after_a_call_that_breaks_off(etcd: FakeEtcd, monkeypatch
     asyncio.run(run())
 
 
+def test_a_page_that_takes_longer_than_an_attempt_arrives(
+    etcd: FakeEtcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(etcd_store, "ATTEMPT_S", 0.1)
+
+    async def check() -> None:
+        store = await held_in(etcd)
+        values = {f"k{number:02d}": "x" * 4096 for number in range(2 * etcd_store.PAGE)}
+        await store.commit(values)
+        etcd.bytes_per_s = etcd_store.PAGE * 4096 / 0.3
+        assert await store.read("k") == values
+        await store.close()
+
+    asyncio.run(check())
+
+
 def test_who_stands_by_writes_nothing(etcd: FakeEtcd) -> None:
     async def run() -> None:
         first = await held_in(etcd)
@@ -279,15 +254,15 @@ def test_a_holder_without_its_lease_answers_and_commits_nothing(etcd: FakeEtcd) 
         etcd.end_leases()
         second = EtcdStore([etcd.address], "p", Credentials())
         await second.hold()
-        await second.commit(Transaction(puts={"a": "of the second"}))
+        await second.commit({"a": "of the second"})
         with pytest.raises(StoreConflict, match="has taken the store over"):
-            await store.commit(Transaction(puts={"a": "of the first"}))
+            await store.commit({"a": "of the first"})
         with pytest.raises(StoreConflict):
             store.holds()
-        assert (await second.read())["a"].value == "of the second"
+        assert (await second.read())["a"] == "of the second"
         await second.close()
         await store.hold()
-        assert (await store.read())["a"].value == "of the second"
+        assert (await store.read())["a"] == "of the second"
         await store.close()
 
     asyncio.run(run())
@@ -297,6 +272,54 @@ async def held(directory: Path) -> SqliteStore:
     store = SqliteStore(directory / "rows.sqlite")
     await store.hold()
     return store
+
+
+def test_a_commit_that_was_asked_for_before_the_store_was_held_anew_is_refused(etcd: FakeEtcd) -> None:
+    """Meanwhile another one may have written to it."""
+
+    async def run() -> None:
+        store = await held_in(etcd)
+        async with store._turn:  # as while a page is read
+            late = asyncio.create_task(store.commit({"a": "from before"}))
+            await asyncio.sleep(0)
+            etcd.end_leases()
+            other = await held_in(etcd, "b:1")
+            await other.commit({"a": "of another holder"})
+            await other.close()
+            again = asyncio.create_task(store.hold())
+            while store._renewing is not None:  # it gives the old hold up, and waits for its turn
+                await asyncio.sleep(0.005)
+            later = asyncio.create_task(store.commit({"a": "later"}))
+            await asyncio.sleep(0)
+        for commit in (late, later):
+            with pytest.raises(StoreConflict):
+                await commit
+        await again
+        assert store.holds()
+        assert await store.read() == {"a": "of another holder"}
+        await store.close()
+
+    asyncio.run(run())
+
+
+def test_a_commit_over_another_one_s_is_refused(tmp_path: Path) -> None:
+    """SQLite on a file system without locks."""
+
+    async def run() -> None:
+        first, second = SqliteStore(tmp_path / "meta.db"), SqliteStore(tmp_path / "meta.db")
+        await first.hold()
+        await first.commit({"a": "1"})
+        (tmp_path / "acknowledged").rename(tmp_path / "locked")
+        (tmp_path / "acknowledged").write_bytes((tmp_path / "locked").read_bytes())
+        await second.hold()
+        await second.commit({"b": "2"})
+        with pytest.raises(StoreConflict, match="another coordinator has written to it"):
+            await first.commit({"a": "3"})
+        assert await second.read() == {"a": "1", "b": "2"}
+        await first.close()
+        await second.close()
+
+    asyncio.run(run())
 
 
 def test_sqlite_syncs_every_commit(tmp_path: Path) -> None:
@@ -312,15 +335,17 @@ def test_sqlite_syncs_every_commit(tmp_path: Path) -> None:
 COMMITS = """
 import asyncio, sys
 from pathlib import Path
-from swift_ft_services.coordinator.store import SqliteStore, Transaction
+from swift_ft_services.coordinator.store import SqliteStore
 
 async def run():
     store = SqliteStore(Path(sys.argv[1]))
     await store.hold()
+    number = int((await store.read()).get("b", 0))
     while True:
-        revision = await store.commit(Transaction(puts={"a": "x" * 20_000, "b": "y"}, deletes=["c"]))
-        print(revision, flush=True)
-        await store.commit(Transaction(puts={"c": "z" * 3000}))
+        number += 1
+        await store.commit({"a": "x" * 20_000, "b": str(number)}, ["c"])
+        print(number, flush=True)
+        await store.commit({"c": "z" * 3000})
 
 asyncio.run(run())
 """
@@ -331,7 +356,7 @@ def test_killed_within_a_commit_it_starts_with_all_that_was_acknowledged(tmp_pat
         store = await held(tmp_path)
         rows = await store.read()
         await store.close()
-        return max(stored.revision for stored in rows.values())
+        return int(rows["b"])
 
     for count in range(1, 6):
         command = [sys.executable, "-c", COMMITS, str(tmp_path / "rows.sqlite")]
@@ -346,12 +371,12 @@ def test_killed_within_a_commit_it_starts_with_all_that_was_acknowledged(tmp_pat
 def test_no_space_is_named_and_loses_nothing(tmp_path: Path) -> None:
     async def run() -> None:
         store = await held(tmp_path)
-        revision = await store.commit(Transaction(puts={"a": "row"}))
+        await store.commit({"a": "row"})
         pages = store._db.execute("PRAGMA page_count").fetchone()[0]
         store._db.execute(f"PRAGMA max_page_count = {pages}")
         with pytest.raises(StoreFailed, match="full"):
-            await store.commit(Transaction(puts={"b": "small", "a": "x" * 100_000}))
-        assert await store.read() == {"a": Stored(value="row", revision=revision)}
+            await store.commit({"b": "small", "a": "x" * 100_000})
+        assert await store.read() == {"a": "row"}
         await store.close()
 
     asyncio.run(run())
@@ -364,7 +389,7 @@ def test_the_loop_turns_while_sqlite_waits(tmp_path: Path) -> None:
         store = await held(tmp_path)
         other = sqlite3.connect(tmp_path / "rows.sqlite", isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
-        writes = asyncio.create_task(store.commit(Transaction(puts={"a": "mine"})))
+        writes = asyncio.create_task(store.commit({"a": "mine"}))
         for _ in range(20):
             await asyncio.sleep(0.005)
         assert not writes.done()
@@ -393,3 +418,17 @@ def test_a_database_of_an_older_version_is_refused_and_left_as_it_is(tmp_path: P
         asyncio.run(held(tmp_path))
     assert older.execute("SELECT * FROM jobs").fetchall() == [("a", 7, "under way")]
     older.close()
+
+
+def test_rows_of_an_older_version_are_refused_and_left_as_they_are(etcd: FakeEtcd) -> None:
+    async def run() -> None:
+        store = await held_in(etcd)
+        await store.commit({"a": "under way"})
+        await store.close()
+        row = etcd.rows[b"swift/test/rows/a\x000000"]
+        row.value = older = b"7 1\nunder way"
+        with pytest.raises(StoreFailed, match=r"a was written by an older version.* or give another prefix"):
+            await held_in(etcd)
+        assert row.value == older
+
+    asyncio.run(run())

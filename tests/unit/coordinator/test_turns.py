@@ -1,6 +1,7 @@
 """Turns of the driver: what comes together is written together, and answered once it is durable."""
 
 import asyncio
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import pytest
@@ -11,10 +12,9 @@ from swift_ft_services.coordinator import driver as published_module
 from swift_ft_services.coordinator.commands import Refusal
 from swift_ft_services.coordinator.driver import SOON_S, Driver
 from swift_ft_services.coordinator.job_record import ROOT, JobRow, State
-from swift_ft_services.coordinator.store import Transaction
-from swift_ft_services.coordinator.timeouts import Timing
 from swift_ft_services.coordinator.views import view_of
 from tests.memory_store import MemoryStore
+from tests.unit.coordinator import driver_world
 from tests.unit.coordinator.driver_world import FakeClock, FakeLogs, driver_of, scenario, view_with
 
 RANKS = 40
@@ -27,22 +27,20 @@ class SlowStore(MemoryStore):
         super().__init__()
         self.gate = asyncio.Event()
         self.gate.set()
-        self.commits: list[Transaction] = []
+        self.commits: list[Mapping[str, str]] = []
 
-    async def commit(self, transaction: Transaction) -> int:
-        self.commits.append(transaction)
+    async def commit(self, puts: Mapping[str, str], deletes: Collection[str] = ()) -> None:
+        self.commits.append(puts)
         await self.gate.wait()
-        return await super().commit(transaction)
+        await super().commit(puts, deletes)
 
 
 def sender(rank: int) -> dict[str, Any]:
     return {"rank": rank, "incarnation": f"i{rank}"}
 
 
-def join(rank: int) -> m.Join:
-    return m.Join(
-        rank=rank, incarnation=f"i{rank}", pid=rank, host="h", world_size=RANKS, config={}, fingerprint={}
-    )
+def join(rank: int) -> pb.JoinRequest:
+    return driver_world.join(rank, f"i{rank}", pid=rank, world_size=RANKS)
 
 
 def ready(rank: int) -> pb.ReadyRequest:
@@ -54,7 +52,7 @@ async def formed(driver: Driver) -> None:
 
 
 @scenario
-async def test_what_comes_together_is_one_transaction(logs: FakeLogs, memory: MemoryStore) -> None:
+async def test_what_comes_together_is_one_transaction(logs: FakeLogs) -> None:
     store = SlowStore()
     driver = await driver_of(logs, store, servers=())
     await formed(driver)
@@ -66,14 +64,13 @@ async def test_what_comes_together_is_one_transaction(logs: FakeLogs, memory: Me
     assert len(store.commits) == 1
     (commit,) = store.commits
     changed = {"ready", "stages", "stage_shards", "num_stages", "state"}
-    assert {key.split("/")[2] for key in commit.puts if key.startswith(ROOT)} == {"row", *changed}
-    assert [key for key in commit.puts if not key.startswith(ROOT)] == ["history/j/000000000001/RUNNING"]
+    assert {key.split("/")[2] for key in commit if key.startswith(ROOT)} == {"row", *changed}
+    assert [key for key in commit if not key.startswith(ROOT)] == ["history/j/000000000001/RUNNING"]
     assert driver._jobs["j"].row.state is State.RUNNING
-    driver.stop()
 
 
 @scenario
-async def test_nothing_is_answered_or_shown_before_it_is_durable(logs: FakeLogs, memory: MemoryStore) -> None:
+async def test_nothing_is_answered_or_shown_before_it_is_durable(logs: FakeLogs) -> None:
     store = SlowStore()
     driver = await driver_of(logs, store, servers=())
     await formed(driver)
@@ -94,11 +91,10 @@ async def test_nothing_is_answered_or_shown_before_it_is_durable(logs: FakeLogs,
         await asked[1]
     assert (await asks[0]).view.revision > shown.revision
     await asyncio.gather(*asks)
-    driver.stop()
 
 
 @scenario
-async def test_heartbeats_and_ticks_write_nothing(logs: FakeLogs, memory: MemoryStore) -> None:
+async def test_heartbeats_and_ticks_write_nothing(logs: FakeLogs) -> None:
     store = SlowStore()
     driver = await driver_of(logs, store, servers=())
     await formed(driver)
@@ -108,11 +104,10 @@ async def test_heartbeats_and_ticks_write_nothing(logs: FakeLogs, memory: Memory
         beats = [pb.HeartbeatRequest(**sender(rank), version=version) for rank in range(RANKS)]
         await asyncio.gather(*(driver.apply("j", beat) for beat in beats), driver.tick())
     assert store.commits == []
-    driver.stop()
 
 
 @scenario
-async def test_a_turn_ends_with_a_transition(logs: FakeLogs, memory: MemoryStore) -> None:
+async def test_a_turn_ends_with_a_transition(logs: FakeLogs) -> None:
     """So each state is durable, and told of, by itself."""
     store = SlowStore()
     entered: list[State] = []
@@ -121,8 +116,7 @@ async def test_a_turn_ends_with_a_transition(logs: FakeLogs, memory: MemoryStore
         if persist.entered is not None:
             entered.append(persist.entered)
 
-    driver = Driver(store, logs, Timing(), [], after_durable=after_durable)
-    await driver.start()
+    driver = await driver_of(logs, store, (), after_durable=after_durable)
     await formed(driver)
     store.commits.clear()
     gone = [pb.ExitRequest(rank=rank, incarnation=f"i{rank}", pid=rank, exit_code=-9) for rank in (3, 5)]
@@ -133,13 +127,10 @@ async def test_a_turn_ends_with_a_transition(logs: FakeLogs, memory: MemoryStore
     assert entered[2] is State.FENCING
     assert driver._jobs["j"].row.generation == 3
     assert len(store.commits) >= len(entered) - 1
-    driver.stop()
 
 
 @scenario
-async def test_a_heartbeat_that_has_come_counts_before_its_lease_is_looked_at(
-    logs: FakeLogs, memory: MemoryStore
-) -> None:
+async def test_a_heartbeat_that_has_come_counts_before_its_lease_is_looked_at(logs: FakeLogs) -> None:
     store, clock = SlowStore(), FakeClock()
     driver = await driver_of(logs, store, servers=(), clock=clock)
     await formed(driver)
@@ -159,7 +150,6 @@ async def test_a_heartbeat_that_has_come_counts_before_its_lease_is_looked_at(
     store.gate.set()
     await asyncio.gather(writes, looks, *beats)
     assert driver._jobs["j"].row.generation == 1
-    driver.stop()
 
 
 @pytest.mark.parametrize("caught_up", [True, False])
@@ -167,14 +157,12 @@ def test_a_lease_runs_while_what_has_come_is_read(caught_up: bool) -> None:
     @scenario
     async def test(logs: FakeLogs, store: MemoryStore) -> None:
         clock = FakeClock()
-        driver = Driver(store, logs, Timing(), [], clock=clock, caught_up=lambda: caught_up)
-        await driver.start()
+        driver = await driver_of(logs, store, (), clock=clock, caught_up=lambda: caught_up)
         await formed(driver)
         for _ in range(2 * int(driver.timing.lease_s / driver.timing.tick_s)):
             clock.now += driver.timing.tick_s
             await driver.tick()
         assert driver._jobs["j"].row.generation == (2 if caught_up else 1)
-        driver.stop()
 
     test()
 
@@ -194,7 +182,6 @@ def test_joins_one_after_the_other_are_one_view(monkeypatch: pytest.MonkeyPatch)
         assert len(made) <= 2
         await view_with(driver, lambda view: len(view.members) == RANKS)
         assert len(made) <= 3
-        driver.stop()
 
     monkeypatch.setattr(published_module, "view_of", counted)
     test()

@@ -15,8 +15,8 @@ A transcript is a text file of blocks: commands, `----`, what they gave, an empt
                      fail [rank=] reason=     stop run= [reason=]
     measured rank= step_s= [stage= microbatches= microbatch_s=]   (a step takes so long)
     beat rank= version=                                  suspect rank= reason= [generation= [again=yes]]
-    fenced generation=    reset generation=    blocked generation= server= reason=    outdated generation= reason=
-         [server=]
+    fenced generation=    reset generation=    blocked generation= server= reason= [given_up=yes]
+    outdated generation= reason= [server=]
     inventory generation= [[SERVER/]STREAM=first-last | ...=corrupt]   (no server: all have it)
     wait seconds=        (time passes in heartbeats; all who `beats` names are heard)
     hears servers=l0,l1  (those answer while time passes; by default all)
@@ -33,8 +33,7 @@ import shlex
 from typing import Any
 
 from swift_ft._pb import coordinator_pb2 as pb
-from swift_ft.planner import RankMeasured, StreamSummary
-from swift_ft.planner.types import StageMeasured
+from swift_ft.planner import StreamSummary
 from swift_ft.rpc.views import applied, between, rehearsal_words, whole
 from swift_ft_services.coordinator import commands as m
 from swift_ft_services.coordinator.commands import Refusal
@@ -43,9 +42,18 @@ from swift_ft_services.coordinator.job_record import JobRow, LogServer
 from swift_ft_services.coordinator.log_placement import unreplaced
 from swift_ft_services.coordinator.timeouts import Timing
 from swift_ft_services.coordinator.views import view_of
+from tests.descriptors import is_repeated
+from tests.unit.coordinator import driver_world
 from tests.unit.coordinator.rows import encode, read, write_changes
 
-TIMING = Timing(heartbeat_s=1.0, lease_s=5.0, step_bound_s=20.0, log_lost_s=15.0, replaced_within_s=30.0)
+TIMING = Timing(
+    heartbeat_s=1.0,
+    lease_s=5.0,
+    suspicion_s=1.0,
+    step_bound_s=20.0,
+    log_lost_s=15.0,
+    replaced_within_s=30.0,
+)
 
 
 CONFIG = (
@@ -58,6 +66,30 @@ CONFIG = (
     "lost_shard",
     "require_exact",
 )
+
+
+REQUESTS = {
+    "refuse": pb.RefuseRequest,
+    "durable": pb.CheckpointRequest,
+    "rehearsed": pb.RehearsedRequest,
+    "ask": pb.AskCheckpointRequest,
+    "finish": pb.FinishRequest,
+    "fail": pb.FailRequest,
+    "suspect": pb.SuspectRequest,
+}
+"""Commands that are a request, field by field."""
+WORDS = {
+    "of": "num_stages",
+    "exact": "undo_exact",
+    "help": "can_help",
+    "after": "after_version",
+    "code": "exit_code",
+}
+"""Field of a transcript -> field of the request, where they differ."""
+
+
+def fields_of(kind: Any) -> Any:
+    return kind.DESCRIPTOR.fields_by_name
 
 
 class World:
@@ -77,9 +109,10 @@ class World:
     def run(self, line: str) -> list[str]:
         name, *fields = shlex.split(line)
         arguments = dict(field.split("=", 1) for field in fields)
-        method = getattr(self, f"do_{name}")
         try:
-            return list(method(**arguments))
+            if name in REQUESTS:
+                return self.step(self.request(REQUESTS[name], **arguments))
+            return list(getattr(self, f"do_{name}")(**arguments))
         except Refusal as refusal:
             return [f"{refusal.kind.name}: {refusal}"]
 
@@ -97,9 +130,9 @@ class World:
         self, rank: str, inc: str = "", pid: str = "", world: str = "3", host: str = "h", **config: str
     ) -> list[str]:
         inc = inc or f"a{rank}"
-        join = m.Join(
-            rank=int(rank),
-            incarnation=inc,
+        request = driver_world.join(
+            int(rank),
+            inc,
             pid=int(pid or 1000 + int(rank)),
             host=host,
             world_size=int(world),
@@ -107,6 +140,7 @@ class World:
             fingerprint={"torch": config.get("torch", "2.13.0")},
             run=config.get("run", ""),
         )
+        join = m.Join(request)
         if self.job is None:
             servers = [LogServer(address=f"l{n}", host=f"m{n}") for n in range(self.servers)]
             self.job = Job.create("j", servers, join, TIMING, self.now, self.copies)
@@ -117,116 +151,47 @@ class World:
     def do_measured(
         self, rank: str, step_s: str, stage: str = "", microbatches: str = "4", microbatch_s: str = "0"
     ) -> list[str]:
-        of = [StageMeasured(stage=int(stage), forward_s=float(microbatch_s), backward_s=0.0)] if stage else []
-        measured = RankMeasured(
+        of = (
+            [pb.StageMeasured(stage=int(stage), forward_s=float(microbatch_s), backward_s=0.0)]
+            if stage
+            else []
+        )
+        measured = pb.RankMeasured(
             step=9,
             steps=5,
             microbatches=int(microbatches),
             step_s=float(step_s),
             update_s=0.0,
-            stages=tuple(of),
+            stages=of,
         )
-        return self.step(m.Measure(**self.sender(rank), measured=measured))
+        return self.step(pb.MeasureRequest(**self.sender(rank), measured=measured))
 
-    def do_ready(
-        self,
-        rank: str,
-        generation: str,
-        version: str,
-        inc: str = "",
-        stages: str = "",
-        of: str = "3",
-        shard: str = "0",
-    ) -> list[str]:
-        return self.step(
-            pb.ReadyRequest(
-                **self.sender(rank, inc),
-                generation=int(generation),
-                version=int(version),
-                stages=tuple(map(int, (stages or rank).split(","))),
-                num_stages=int(of),
-                shard=int(shard),
-            )
-        )
+    def request(self, kind: Any, **words: str) -> Any:
+        """The request with these fields. Its incarnation is by default what joined the rank last."""
+        request = kind()
+        if "rank" in words and "incarnation" in fields_of(kind):
+            request = kind(**self.sender(words["rank"], words.pop("inc", "")))
+        for name, word in words.items():
+            field = fields_of(kind)[WORDS.get(name, name)]
+            if is_repeated(field):
+                getattr(request, field.name).extend(map(int, word.split(",")))
+            elif field.type == field.TYPE_BOOL:
+                setattr(request, field.name, word == "yes")
+            else:
+                setattr(request, field.name, word if field.type == field.TYPE_STRING else int(word))
+        return request
 
-    def do_report(
-        self,
-        rank: str,
-        generation: str,
-        version: str = "",
-        inc: str = "",
-        undo_to: str = "",
-        exact: str = "yes",
-        forward_to: str = "",
-        finish_to: str = "",
-        help: str = "",
-        snapshots: str = "",
-    ) -> list[str]:
+    def do_ready(self, rank: str, of: str = "3", **words: str) -> list[str]:
+        return self.step(self.request(pb.ReadyRequest, **{"rank": rank, "of": of, "stages": rank, **words}))
+
+    def do_report(self, snapshots: str = "", **words: str) -> list[str]:
         """`snapshots`: rank@version, …"""
-        return self.step(
-            pb.ReportRequest(
-                **self.sender(rank, inc),
-                generation=int(generation),
-                has_state=bool(version),
-                version=int(version) if version else None,
-                undo_to=int(undo_to) if undo_to else None,
-                undo_exact=bool(undo_to) and exact == "yes",
-                forward_to=int(forward_to) if forward_to else None,
-                finish_to=int(finish_to) if finish_to else None,
-                can_help=help == "yes",
-                snapshots=[
-                    pb.HeldSnapshot(rank=int(of), version=int(at))
-                    for of, at in (held.split("@") for held in snapshots.split(",") if held)
-                ],
-            )
-        )
-
-    def do_refuse(self, rank: str, generation: str, reason: str, differs: str = "") -> list[str]:
-        return self.step(
-            pb.RefuseRequest(
-                **self.sender(rank),
-                generation=int(generation),
-                reason=reason,
-                differs=differs == "yes",
-            )
-        )
-
-    def do_durable(
-        self,
-        rank: str,
-        version: str,
-        generation: str = "0",
-        inc: str = "",
-        recorded: str = "",
-    ) -> list[str]:
-        return self.step(
-            pb.CheckpointRequest(
-                **self.sender(rank, inc),
-                version=int(version),
-                generation=int(generation),
-                recorded=recorded == "yes",
-            )
-        )
-
-    def do_rehearsed(
-        self,
-        rank: str,
-        version: str,
-        under_way: str = "",
-        steps: str = "0",
-        difference: str = "",
-        why_not: str = "",
-    ) -> list[str]:
-        return self.step(
-            pb.RehearsedRequest(
-                rank=int(rank),
-                version=int(version),
-                under_way=under_way == "yes",
-                steps=int(steps),
-                difference=difference,
-                why_not=why_not,
-            )
-        )
+        report = self.request(pb.ReportRequest, **({"exact": "yes"} if "undo_to" in words else {}) | words)
+        report.has_state = "version" in words
+        for held in filter(None, snapshots.split(",")):
+            of, _, at = held.partition("@")
+            report.snapshots.add(rank=int(of), version=int(at))
+        return self.step(report)
 
     def do_rehearsals(self) -> list[str]:
         """As people are told of them, and from where steps are recorded."""
@@ -239,32 +204,8 @@ class World:
         ]
         return [*rehearsal_words(view), *recorded]
 
-    def do_ask(
-        self, reason: str, rank: str = "", generation: str = "0", after: str = "0", inc: str = ""
-    ) -> list[str]:
-        return self.step(
-            pb.AskCheckpointRequest(
-                **(self.sender(rank, inc) if rank else {}),
-                generation=int(generation),
-                after_version=int(after),
-                reason=reason,
-            )
-        )
-
-    def do_finish(self, rank: str, version: str) -> list[str]:
-        return self.step(pb.FinishRequest(**self.sender(rank), version=int(version)))
-
-    def do_fail(self, reason: str, rank: str = "", inc: str = "") -> list[str]:
-        return self.step(pb.FailRequest(**(self.sender(rank, inc) if rank else {}), reason=reason))
-
     def do_stop(self, run: str, reason: str = "SIGTERM on h") -> list[str]:
         return self.step(pb.StopRequest(run=run, reason=reason))
-
-    def do_suspect(self, rank: str, reason: str, generation: str = "0", again: str = "") -> list[str]:
-        suspect = pb.SuspectRequest(
-            **self.sender(rank), reason=reason, generation=int(generation), again=again == "yes"
-        )
-        return self.step(suspect)
 
     def do_unsaved(
         self, rank: str, version: str, unsaved: str, generation: str = "1", reason: str = "no space"
@@ -274,23 +215,15 @@ class World:
         said = pb.UnsavedCheckpoint(version=int(unsaved), generation=int(generation), reason=reason)
         return self.step(pb.HeartbeatRequest(**self.sender(rank), version=int(version), unsaved=said))
 
-    def do_beat(self, rank: str, version: str, inc: str = "") -> list[str]:
+    def do_beat(self, rank: str, version: str, **words: str) -> list[str]:
         self.versions[int(rank)] = int(version)
-        return self.step(pb.HeartbeatRequest(**self.sender(rank, inc), version=int(version)))
+        return self.step(self.request(pb.HeartbeatRequest, rank=rank, version=version, **words))
 
-    def do_exited(
-        self, rank: str, code: str, inc: str | None = None, pid: str = "0", given_up: str = "no"
-    ) -> list[str]:
-        incarnation = self.incarnations.get(int(rank), "") if inc is None else inc
-        return self.step(
-            pb.ExitRequest(
-                rank=int(rank),
-                incarnation=incarnation,
-                pid=int(pid),
-                exit_code=int(code),
-                given_up=given_up == "yes",
-            )
-        )
+    def do_exited(self, rank: str, **words: str) -> list[str]:
+        incarnation = words.pop("inc", self.incarnations.get(int(rank), ""))
+        exited = self.request(pb.ExitRequest, rank=rank, **words)
+        exited.incarnation = incarnation
+        return self.step(exited)
 
     def do_given_up(self, rank: str) -> list[str]:
         return self.step(pb.ExitRequest(rank=int(rank), incarnation="", pid=0, exit_code=0, given_up=True))
@@ -334,7 +267,7 @@ class World:
         return self.step(m.LogHeard(address=server))
 
     def do_logs(self, lost: str = "", add: str = "", host: str = "") -> list[str]:
-        return self.step(m.ChangeLogServers(lost=lost, add=add, add_host=host))
+        return self.step(pb.ChangeLogServersRequest(lost=lost, add=add, add_host=host))
 
     def do_places(self) -> list[str]:
         """Where everything is, as the View says."""
@@ -353,8 +286,8 @@ class World:
                 for address, begin in zip(logs.servers, whole[logs.rank], strict=True)
             )
             out.append(f"rank {logs.rank}: {begins}")
-        gaps = [self.job.row.log_servers[number].address for number in unreplaced(self.job.row)]
-        return [*out, f"not replaced: {', '.join(gaps)}"] if gaps else out
+        gaps = unreplaced(self.job.row)
+        return [*out, f"not replaced: {gaps}"] if gaps else out
 
     def do_pressed(self, server: str, trimmed: str, reason: str) -> list[str]:
         return self.step(m.LogsPressed(address=server, reason=reason, trimmed_below_step=int(trimmed)))

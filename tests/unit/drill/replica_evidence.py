@@ -110,9 +110,6 @@ def by_undo(mode: str, exact: bool) -> Recover:
             mode=mode,
             exact=exact,
             buckets=3,
-            ulps_max=0.0 if exact else 2.0,
-            ulps_mean=0.0 if exact else 0.25,
-            relative_error=0.0 if exact else 1e-7,
         )
         copied(trace)
         trace.state("RUNNING", 2, 0.02)

@@ -86,9 +86,6 @@ def test_usage_errors_are_one_line(arguments: str) -> None:
         ("--replicas 2 --data-parallel ddp --schedule zbv", "use --data-parallel session"),
         ("--replicas 2 --data-parallel ddp --schedule InterleavedZeroBubble", "use --data-parallel session"),
         ("--optimizer adafactor", "adamw, sgd, amsgrad"),
-        ("--optimizer radam --optimizer-implementation fused", "there are for-loop, foreach"),
-        ("--optimizer lion --optimizer-implementation fused", "leave out --optimizer-implementation"),
-        ("--optimizer-implementation jit", "for-loop, foreach, fused"),
         ("--replicas 2 --updates sometimes", "after_backward, wait_free"),
         ("--stages 1", "at least 2, or 1 with --replicas"),
         (f"{THREE} --strategy lossy-forward {CUT}", "add --allow-inexact"),
@@ -163,7 +160,7 @@ def test_what_cannot_go_together_is_refused_in_one_line(arguments: str, word: st
     "arguments",
     [
         "--stages 2 --replicas 2 --steps 40 --updates wait-free --undo arithmetic --optimizer SGD "
-        "--optimizer-implementation fused --reduction ordered --seed 5 --kill rank=3,step=9,phase=update",
+        "--reduction ordered --seed 5 --kill rank=3,step=9,phase=update",
         "--stages 2 --strategy snapshot --snapshot-every 2 --kill rank=1,step=4,phase=snapshot "
         "--kill rank=0,phase=copy --kill corrupt=copy,rank=1",
         f"{SHRINK} {KILL}",
@@ -182,7 +179,7 @@ def test_the_twin_does_not_depend_on_how_a_failure_is_met() -> None:
     words = ["--stages", "2", "--replicas", "2", "--updates", "wait_free", "--kill", "rank=0,step=3"]
     plain = parse(words)
     assert parse([*words, "--undo", "arithmetic", "--strategy", "replay"]).identity() == plain.identity()
-    for other in ("--optimizer sgd", "--reduction ordered", "--optimizer-implementation foreach"):
+    for other in ("--optimizer sgd", "--reduction ordered"):
         assert parse([*words, *other.split()]).identity() != plain.identity()
     assert parse([*words, "--updates", "after_backward"]).identity() != plain.identity()
 

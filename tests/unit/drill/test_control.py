@@ -3,6 +3,7 @@
 import random
 from pathlib import Path
 
+import crc32c
 import pytest
 
 from swift_ft.errors import LogError
@@ -32,7 +33,7 @@ def write_segment(directory: Path, steps: range, body_bytes: int = 16) -> Path:
             codec=0,
             raw_bytes=body_bytes,
             stored_bytes=body_bytes,
-            body_crc=frame.checksum(body),
+            body_crc=crc32c.crc32c(body),
             digest=digest_of("uint8", (body_bytes,), body),
         )
         data += frame.encode_header(header) + bytes(body)

@@ -219,8 +219,8 @@ def test_victims_that_need_nothing_of_each_other_are_all_waited_for(specs: list[
     ("changes", "word"),
     [
         ({"pipeline_ranks": 1}, "--stages must be at least 2"),
-        ({"replicas": 65}, "--stages 4 with --replicas 65 is 260 ranks"),
-        ({"pipeline_ranks": 300, "microbatches": 300}, "--stages 300 is 300 ranks"),
+        ({"replicas": 65}, "make 260 ranks"),
+        ({"pipeline_ranks": 300, "microbatches": 300}, "make 300 ranks"),
         ({"pipeline_ranks": 0, "replicas": 2}, "--stages must be at least 1"),
         ({"replicas": 0}, "--replicas must be at least 1"),
         ({"pipeline_ranks": 1, "replicas": 2, "schedule": "zbv"}, "use 1f1b or gpipe"),

@@ -356,8 +356,10 @@ def test_a_replay_is_no_step_after_the_recovery_before_it() -> None:
     assert first["rejoin"] > second["total"]
 
 
-def test_a_rank_that_dies_as_a_recovery_ends_is_for_the_next_one() -> None:
-    """Rank 1 has said that it is ready; it is seen to be gone only after RUNNING."""
+@pytest.mark.parametrize("seen", ["after", "before"])
+def test_a_rank_that_dies_as_a_recovery_ends_is_for_the_next_one(seen: str) -> None:
+    """Rank 1 has said that it is ready. Its launcher sees it gone only after RUNNING; or before, and the coordinator
+    hears of it after."""
     trace = Trace.begun(KILL_STEP)
     trace.kill(2, KILL_STEP)
     for generation, victim in ((2, 2), (3, 1)):
@@ -368,9 +370,14 @@ def test_a_rank_that_dies_as_a_recovery_ends_is_for_the_next_one() -> None:
         trace.replay(victim, generation, CHECKPOINT, KILL_STEP)
         if generation == 2:
             trace.rank(1, "fault", id="fault1", phase="replay", step=KILL_STEP, microbatch=0)
+            gone = {"rank": 1, "pid": trace.pids[1], "code": -9}
+            if seen == "before":
+                trace.add("launcher", "child_exit", **gone)
         trace.state("RUNNING", generation)
         if generation == 2:
-            trace.add("launcher", "child_exit", rank=1, pid=trace.pids[1], code=-9)
+            if seen == "after":
+                trace.add("launcher", "child_exit", **gone)
+            trace.add("coordinator", "fenced", rank=1)
             trace.pids[1] = NEW_PID + 1
     trace.end(KILL_STEP)
     planned = config(f"rank=2,step={KILL_STEP},microbatch=3", "rank=1,phase=replay")

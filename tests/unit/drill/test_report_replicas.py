@@ -204,7 +204,7 @@ def test_an_arithmetic_undo_passes_by_its_loss_curve_and_says_so() -> None:
     assert "an arithmetic undo is not exact, so no bits are promised" in result["reason"]
     assert "at 0 of 2 places" in result["reason"]
     assert "losses differ by 0.0e+00 of their size at most" in result["reason"]
-    assert result["undo"] | {"exact": False, "ulps_max": 2.0} == result["undo"]
+    assert result["undo"]["exact"] is False
 
 
 def test_an_arithmetic_undo_is_not_exact_even_if_the_bits_agree() -> None:

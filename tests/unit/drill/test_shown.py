@@ -10,7 +10,7 @@ from rich.console import Console
 
 from swift_ft.lab.drill import report
 from swift_ft.lab.drill.config import DrillConfig
-from swift_ft.lab.drill.console import LiveProgress, page, phase_bar, show, timeline_rows
+from swift_ft.lab.drill.console import page, phase_bar, show, timeline_rows
 from swift_ft.lab.drill.facts import Evidence, Facts
 from tests.unit.drill.evidence import config, good, good_trace
 from tests.unit.drill.replica_evidence import by_undo, trace_of
@@ -61,8 +61,10 @@ def test_the_page_needs_nothing_else(case: tuple[dict[str, Any], str]) -> None:
     shown = page(result)
     assert words in shown
     assert re.findall(r"https?://|src=|@import|url\(|<script|<link", shown) == []
-    for tag in ("table", "tr", "td", "span", "div", "p", "code", "style"):
+    for tag in ("span", "pre", "style"):
         assert len(re.findall(rf"<{tag}[ >]", shown)) == shown.count(f"</{tag}>"), tag
+    for check in result["checks"]:
+        assert check["name"].split()[-1] in shown
 
 
 def test_what_a_reason_says_cannot_become_markup() -> None:
@@ -88,7 +90,7 @@ def event(t: float, name: str, who: str = "coordinator", **fields: Any) -> dict[
     return {"t": 100 + t, "event": name, "who": who, **rank, **fields}
 
 
-def test_the_timeline_is_in_order_and_says_what_goes_on_in_its_gaps() -> None:
+def test_the_timeline_is_in_order() -> None:
     """Rank 1 was shown as ready with the others, before it had its state; ranks had two spellings."""
     fault = event(0.0, "fault", "rank1", step=7, microbatch=0, phase="backward")
     timeline = [
@@ -111,7 +113,6 @@ def test_the_timeline_is_in_order_and_says_what_goes_on_in_its_gaps() -> None:
     assert [round(t, 2) for t, _, _ in rows] == sorted(round(t, 2) for t, _, _ in rows)
     assert [(who, what) for _, who, what in rows] == [
         ("rank 1", "rank 1 killed in backward, step 7, microbatch 0"),
-        ("", "… 300 ms: nobody has noticed it yet"),
         ("coordinator", "FENCING, generation 2: rank 1 was killed by signal 9"),
         ("ranks 0, 2", "told to stop (the last at +0.320)"),
         ("coordinator", "RECOVERING, generation 2"),
@@ -119,37 +120,16 @@ def test_the_timeline_is_in_order_and_says_what_goes_on_in_its_gaps() -> None:
         ("rank 1", "gets its state (a checkpoint or a replica)"),
         ("rank 1", "has its state"),
         ("rank 1", "rank 1 replays from version 0"),
-        ("", "… 530 ms: steps are computed again"),
         ("rank 1", "rank 1 replayed 7 steps in 530 ms: 1 records read, 1 sends verified, 0 filled"),
         ("rank 1", "ready"),
         ("coordinator", "RUNNING, generation 2"),
-        ("", "… 1.08 s: training"),
         ("coordinator", "FINISHED, generation 2"),
     ]
-
-
-def test_no_line_of_the_page_keeps_a_phone_from_wrapping_it() -> None:
-    """What is long has no spaces to break at; the rest of the page is as narrow as the window."""
-    shown = page(report.build(Facts.of(config(), good())))
-    assert '<meta name="viewport" content="width=device-width">' in shown
-    assert "<pre" not in shown
-    assert "th,td:last-child,td:nth-child(n+3),h1,p{overflow-wrap:anywhere}" in shown
-    cells = re.findall(r"<tr><td>([^<]*)</td>(?:<td>([^<]*)</td>)?(?=<td>)", shown)
-    assert max(len(word) for cell in cells for text in cell for word in text.split()) <= len("failure-free")
 
 
 def test_the_bar_is_as_long_as_the_phases() -> None:
     bar = phase_bar({"detect": 0.25, "replay": 0.75, "total": 1.0})
     assert [span.end - span.start for span in bar.spans] == [15, 45]
-
-
-def test_progress_is_quiet_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
-    with LiveProgress() as progress:
-        progress.begin("with faults", 3)
-        progress.see({"event": "step_end", "step": 0})
-        progress.see({"event": "fault", "rank": 1, "phase": "idle"})
-    captured = capsys.readouterr()
-    assert (captured.out, captured.err) == ("", "")
 
 
 # With replicas.
@@ -175,5 +155,4 @@ def test_replicas_are_shown(name: str) -> None:
         assert words in shown
         assert "rank 3 from 2 (0.0 MB)" in shown
         assert "rank 3 has 0.0 MB of state from rank 2" in shown
-        assert "2.3125, without failure 2.3125 (0.0e+00 of it apart)" in shown
-        assert ("3 buckets of rank 2, arithmetic; off by 2 ulps at most" in shown) == (name == "arithmetic")
+        assert ("3 buckets of rank 2, arithmetic" in shown) == (name == "arithmetic")

@@ -85,9 +85,7 @@ def test_all_went_back_to_the_newest_one() -> None:
     shown = result["snapshot"]
     assert shown["every"] == EVERY
     assert shown["partners"] == {str(rank): [(rank + 1) % RANKS] for rank in range(RANKS)}
-    assert (shown["bytes_own"], shown["bytes_held_max"]) == (100, 420)
     assert {entry["rank"]: entry["source"] for entry in shown["restored"]} == {0: 0, 1: 1, 2: 3, 3: 3}
-    assert (shown["copy_s_median"], shown["restore_seconds_max"]) == (0.1, 0.1)
 
 
 def test_an_older_one_is_not_enough() -> None:

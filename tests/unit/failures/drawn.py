@@ -14,7 +14,6 @@ from swift_ft.fault_grammar import (
     CorruptCopyFault,
     CorruptFault,
     Fault,
-    FillFault,
     LogLossFault,
     LogServerFault,
     RankFault,
@@ -31,7 +30,7 @@ def when(draw: st.DrawFn) -> dict[str, float | int]:
 
 @st.composite
 def lasting(draw: st.DrawFn) -> dict[str, object]:
-    kind = draw(st.sampled_from(["kill", "stop", "hang", "device", "slow", "network"]))
+    kind = draw(st.sampled_from(["kill", "stop", "hang", "device", "slow"]))
     if kind == "kill":
         return {}
     if kind == "device":
@@ -39,8 +38,6 @@ def lasting(draw: st.DrawFn) -> dict[str, object]:
     if kind == "slow":
         factor = draw(st.integers(1000, 10**6).map(lambda thousandths: thousandths / 1000))
         return {"kind": kind, "factor": factor, "for_s": draw(seconds)}
-    if kind == "network":
-        return {"kind": kind, "link": draw(st.sampled_from(["e0", "eth0.1"])), "for_s": draw(seconds)}
     return {"kind": kind, "for_s": draw(st.none() | seconds)}
 
 
@@ -72,7 +69,6 @@ def any_fault() -> st.SearchStrategy[Fault]:
         st.builds(CorruptFault, step=numbers, stream=streams),
         st.builds(CorruptCheckpointFault, rank=numbers, step=numbers),
         st.builds(CorruptCopyFault, rank=numbers),
-        st.builds(FillFault, directory=st.just("/mnt/small"), step=numbers, for_s=st.none() | seconds),
     )
 
 

@@ -102,13 +102,6 @@ def test_phase_any_draws_from_all_of_them() -> None:
     assert {fault.microbatch for fault in found if fault.phase == "forward"} == {0, 1, 2}
 
 
-def test_a_machine_loses_one_network() -> None:
-    found = drawn(
-        "every=exponential,mtbf=50,count=5,kind=network,link=e0,for=2,together=1", ranks=8, per_host=4
-    )
-    assert [fault.rank % 4 for fault in found] == [0] * 5
-
-
 @pytest.mark.parametrize(
     ("spec", "word"),
     [
@@ -126,7 +119,6 @@ def test_a_machine_loses_one_network() -> None:
         ("every=exponential,mtbf=3,count=1,together=2", "together must be a number from 0 to 1"),
         ("every=exponential,mtbf=3,count=1,unit=days", "one of steps, seconds"),
         ("every=exponential,mtbf=3,count=1,kind=slow,for=1", "kind=slow needs factor=F"),
-        ("every=exponential,mtbf=3,count=1,kind=network", "kind=network needs for=SECONDS"),
         ("every=exponential,mtbf=3,count=1,rank=2", "unknown key 'rank'"),
         ("every=exponential,mtbf=0.01,until=1000", f"more than {FAILURES_MAX} failures"),
     ],

@@ -11,14 +11,11 @@ from swift_ft.fault_grammar import (
     CorruptCopyFault,
     CorruptFault,
     Fault,
-    FillFault,
     LogLossFault,
     LogServerFault,
     RankFault,
 )
 from tests.unit.failures.drawn import any_fault
-
-NETWORK = RankFault(rank=1, at_s=0.5, kind="network", link="e0", for_s=1)
 
 
 @pytest.mark.parametrize(
@@ -52,14 +49,12 @@ NETWORK = RankFault(rank=1, at_s=0.5, kind="network", link="e0", for_s=1)
         ("kind=stop,rank=1,step=3,for=2.5", RankFault(rank=1, step=3, kind="stop", for_s=2.5)),
         ("kind=HANG,rank=1,step=3", RankFault(rank=1, step=3, kind="hang")),
         ("kind=slow,rank=1,at=4,factor=3,for=1", RankFault(rank=1, at_s=4, kind="slow", factor=3, for_s=1)),
-        ("kind=network,rank=1,at=0.5,link=e0,for=1", NETWORK),
         ("rank=1,at=3", RankFault(rank=1, at_s=3.0)),
         ("rank=1,step=3,layer=Blocks.1", RankFault(rank=1, step=3, layer="Blocks.1")),
         ("rank=1,step=3,phase=update,bucket=2", RankFault(rank=1, step=3, phase="update", bucket=2)),
         ("service=coordinator,step=3", CoordinatorFault(step=3)),
         ("service=logserver,at=3", LogServerFault(at_s=3.0)),
         ("log=1,at=2", LogLossFault(server=1, at_s=2.0)),
-        ("fill=/mnt/A,step=3,for=1", FillFault(directory="/mnt/A", step=3, for_s=1.0)),
     ],
 )
 def test_parses(spec: str, fault: Fault) -> None:
@@ -97,17 +92,12 @@ def test_parses(spec: str, fault: Fault) -> None:
         ("corrupt=log,step=1,stream=../x", "s<stage>.F"),
         ("corrupt=checkpoint,step=1", "rank is missing"),
         ("corrupt=checkpoint,rank=1", "step is missing"),
-        ("kind=burn,rank=1,step=3", "unknown kind 'burn': one of kill, stop, hang, device, slow, network"),
+        ("kind=burn,rank=1,step=3", "unknown kind 'burn': one of kill, stop, hang, device, slow"),
         ("rank=1,step=3,for=2", "a kill is for good"),
         ("kind=slow,rank=1,step=3,for=2", "kind=slow needs factor=F"),
         ("kind=slow,rank=1,step=3,factor=2", "kind=slow needs for=SECONDS"),
         ("kind=slow,rank=1,step=3,factor=0.5,for=2", "factor must be a number from 1 to 1000"),
         ("kind=stop,rank=1,step=3,factor=2", "factor needs kind=slow"),
-        ("kind=network,rank=1,step=3", "kind=network needs for=SECONDS"),
-        ("kind=network,rank=1,step=3,for=1", "kind=network needs link=DEVICE"),
-        ("kind=network,rank=1,step=3,for=1,link=lo", "a network device other than lo"),
-        ("kind=network,rank=1,step=3,for=1,link=../x", "a network device other than lo"),
-        ("rank=1,step=3,link=e0", "link needs kind=network"),
         ("kind=stop,rank=1,phase=replay", "a phase that is not of a recovery"),
         ("rank=1,step=3,at=4", "step and at are both given"),
         ("rank=1,at=4,phase=idle", "phase needs a step"),
@@ -115,8 +105,6 @@ def test_parses(spec: str, fault: Fault) -> None:
         ("rank=1,step=3,layer=a/b", "a module's name"),
         ("rank=1,step=3,phase=idle,layer=a", "layer needs phase=forward or phase=backward"),
         ("rank=1,step=3,bucket=1", "bucket needs phase=reduce"),
-        ("fill=/mnt", "step is missing"),
-        ("fill=/m nt,step=3", "no space, comma or semicolon"),
         ("service=coordinator,state=running,step=3", "not both"),
     ],
 )

@@ -99,7 +99,7 @@ def _count(spec: str) -> int:
         ("node,start,kind\na,3,burn\n", "", "line 2: unknown kind 'burn': one of kill, stop"),
         ("node,start\n7,3\n", "", "there is no host 7: hosts are 0 to 3"),
         ("node,start\na,3\nb,4\n", ",nodes=1", "nodes must be at least 2"),
-        ("node,start,kind\n1,3,network\n", "", "kind=network needs for=SECONDS"),
+        ("node,start,kind\n1,3,slow\n", "", "kind=slow needs for=SECONDS"),
         ("node,start,kind\n1,3,slow\n", ",for=3", "kind=slow needs factor=F, more than 1"),
         ("node,start\n1,3\n", ",from=9", "none of its failures is of this job"),
         ("node,start\n" + "1,3\n" * 501, "", "more than 500 failures"),

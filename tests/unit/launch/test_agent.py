@@ -77,8 +77,10 @@ class Full:
             _settle=set,
         )
         vars(self.agent).update(stubs)
+        self.lost: Any = SimpleNamespace(gone=True)
         for place in range(2):
-            self.waiting.add(place, self.now, f"rank {4 + place}: killed by SIGKILL", 1, "a")
+            reason = f"rank {4 + place}: killed by SIGKILL"
+            self.waiting.add(place, self.lost, at=self.now, reason=reason, generation=1)
 
     def give(self, place: int) -> Any:
         self.tried.append(place)
@@ -106,6 +108,20 @@ def test_a_rank_whose_process_cannot_be_started_is_tried_again(
     ]
 
 
+def test_a_rank_is_not_replaced_before_its_process_has_left_its_ports_and_devices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine = Full(monkeypatch, failures=0)
+    machine.lost.gone = False
+    machine.agent._replace_due()
+    assert machine.tried == []
+    assert machine.waiting.patience_s(5.0) == 5.0, "nothing is due"
+    machine.lost.gone = True
+    assert machine.waiting.patience_s(5.0) == 0.0
+    machine.agent._replace_due()
+    assert machine.tried == [0, 1]
+
+
 def test_a_rank_whose_process_can_never_be_started_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Full(monkeypatch, failures=99)
     for _ in range(CHECKS_MAX):
@@ -116,3 +132,17 @@ def test_a_rank_whose_process_can_never_be_started_ends_the_job(monkeypatch: pyt
     assert outcome is not None
     assert (outcome.exit_code, bool(machine.waiting)) == (3, False)
     assert outcome.line == "swift: rank 4: no process can be started, 6 times in a row: the job is stopped"
+
+
+def test_nothing_else_is_started_while_a_dead_ranks_memory_is_freed() -> None:
+    agent = ReplacingAgent.__new__(ReplacingAgent)
+    stubs = of_one_life(
+        pb.View(generation=1, state=pb.RUNNING),
+        _waiting=WaitingPlaces(None, SimpleNamespace(), lambda _place: {}),  # type: ignore[arg-type]
+        _last_death=None,
+    )
+    vars(agent).update(stubs)
+    lost: Any = SimpleNamespace(rank=0, pid=7, exit_code=-9, incarnation="a", gone=False)
+    agent._replace(lost, 0, "rank 0: killed by SIGKILL")
+    assert agent._waiting
+    assert not agent._is_quiet()

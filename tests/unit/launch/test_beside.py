@@ -1,6 +1,8 @@
 """Whether a process fits beside those that live on a machine."""
 
 import os
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -46,8 +48,14 @@ def test_a_place_that_is_given_up_is_missed_unless_it_is_vacant_or_taken() -> No
         ],
     )
     places = Vacated()
-    for local_rank, rank in enumerate((1, 2, 3, 4)):
-        places.add(local_rank, rank, f"old-{rank}")
+    lost: list[Any] = [
+        SimpleNamespace(rank=rank, incarnation=f"old-{rank}", gone=False) for rank in (1, 2, 3, 4)
+    ]
+    for local_rank, child in enumerate(lost):
+        places.add(local_rank, child)
+    assert places.missed(view) == [], "its memory is not freed yet"
+    for child in lost:
+        child.gone = True
     assert places.missed(view) == [0], "rank 4 is not known to be lost yet"
     assert places.missed(view) == [], "it is said once"
     del view.members[1]
@@ -56,5 +64,6 @@ def test_a_place_that_is_given_up_is_missed_unless_it_is_vacant_or_taken() -> No
 
 def test_the_members_of_a_communicator_miss_nobody() -> None:
     places = Vacated()
-    places.add(0, 1, "old-1")
+    lost: Any = SimpleNamespace(rank=1, incarnation="old-1", gone=True)
+    places.add(0, lost)
     assert places.missed(pb.View(taking_part=[pb.Seat(slot=0, member=1)])) == []

@@ -66,7 +66,16 @@ def test_help_of_run_says_what_it_does_first() -> None:
 
 
 QUICK = [
-    *("status", "events --x", "jobs", "logs --lost x", "inspect", "token --x", "export", "doctor --ranks x"),
+    *(
+        "status",
+        "events --x",
+        "jobs",
+        "logs --lost x",
+        "inspect",
+        "token --x",
+        "export",
+        "doctor --timeout x",
+    ),
     *(
         "completion",
         "drill --stages x",

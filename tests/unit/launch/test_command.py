@@ -13,7 +13,7 @@ from torch.distributed.run import get_args_parser
 
 from swift_ft.errors import UsageError
 from swift_ft.launch import command, run
-from swift_ft.launch.command import PRELOAD_DEFAULT, Meeting, job_name, make_plan
+from swift_ft.launch.command import PRELOAD_DEFAULT, Meeting, make_plan
 from swift_ft.launch.decisions import Outcome
 from swift_ft.launch.flags import make_parser
 from swift_ft.launch.ranks import Std
@@ -46,15 +46,15 @@ def test_defaults() -> None:
 
 def test_torchruns_flags_pass_through() -> None:
     flags = ["--nnodes=2:4", "--nproc_per_node=3", "--rdzv-backend=c10d", "--rdzv-endpoint=host:29400"]
-    flags += ["--rdzv-id=Big Run!", "--rdzv-conf=timeout=60", "--role=trainer", "--monitor-interval=0.5"]
+    flags += ["--rdzv-id=Big/Run", "--rdzv-conf=timeout=60", "--role=trainer", "--monitor-interval=0.5"]
     plan = make_plan([COORDINATOR, *flags, "--max-restarts=7", "-m", "json.tool", "x"])
     config = plan.config
     assert plan.meeting is Meeting.COORDINATOR
     assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (2, 4, 3)
-    assert (config.run_id, config.timeout_s) == ("Big Run!", 60)
+    assert (config.run_id, config.timeout_s) == ("Big/Run", 60)
     assert (config.role, config.monitor_interval) == ("trainer", 0.5)
     assert config.max_restarts == config.replacements == 7
-    assert (plan.job.name, plan.job.module, plan.job.script) == (job_name("Big Run!"), True, "json.tool")
+    assert (plan.job.name, plan.job.module, plan.job.script) == ("Big~Run", True, "json.tool")
     assert plan.job.sys_path0() == os.getcwd()
 
 
@@ -208,6 +208,7 @@ def test_output_goes_where_the_flags_say(tmp_path: Path) -> None:
         ),
         ([COORDINATOR, "--monitor-interval=0", "train.py"], "--monitor-interval 0"),
         ([COORDINATOR, "--job=Über", "train.py"], "job name 'Über' is not allowed"),
+        ([COORDINATOR, "--rdzv-id=big run", "train.py"], "give another one with --job"),
         ([COORDINATOR, "--redirects=9", "train.py"], "--redirects 9: 0 to 3, or "),
         ([COORDINATOR, "--local-ranks-filter=x", "train.py"], "--local-ranks-filter x: numbers"),
         ([COORDINATOR, "--log-dir=train.py/logs", "train.py"], "name a directory that can be written"),
@@ -262,40 +263,6 @@ def test_credentials_that_are_badly_kept_get_one_line(
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("run_id", "name"),
-    [
-        *(
-            ("abc", "abc"),
-            ("Team/Run-1.2", "Team~Run-1.2"),
-            ("a" * 64, "a" * 64),
-            ("a" * 65, "a" * 55 + "-#"),
-        ),
-        *(("Job 1/2", "Job-1~2-#"), ("-x", "x-#"), ("___", "job-#"), ("é", "job-#"), ("..", "job-#")),
-    ],
-)
-def test_job_names_follow_the_grammar(run_id: str, name: str) -> None:
-    """`#`: a digest of the id."""
-    assert re.fullmatch(re.escape(name).replace(r"\#", "[0-9a-f]{8}"), job_name(run_id))
-    assert NAME_PATTERN.fullmatch(job_name(run_id))
-
-
-def test_two_rendezvous_ids_are_two_jobs() -> None:
-    ids = [
-        "Big Run",
-        "big run",
-        "big-run",
-        "Big-Run",
-        "big/run",
-        "big.run",
-        "big:run",
-        "a" * 64,
-        "a" * 65,
-        "a" * 66,
-    ]
-    assert len(set(map(job_name, ids))) == len(ids)
-
-
 def test_a_job_may_have_capitals_and_a_slash() -> None:
     plan = make_plan([COORDINATOR, "--job=Team/Run-7", "--from-job=Team/Run-6", "train.py"])
     assert (plan.job.name, plan.job.from_job) == ("Team~Run-7", "Team~Run-6")
@@ -321,8 +288,8 @@ def test_a_job_without_a_name_gets_one_that_is_printed_and_can_be_typed(
         assert re.fullmatch("train-[a-z2-9]{6}", ran[-1])
         assert capsys.readouterr().err == f"swift: this is job {ran[-1]} (--job gives it another name)\n"
     assert len(set(ran)) == 2
-    command.main([COORDINATOR, "--rdzv-id=Big Run", "--rdzv-backend=c10d", "--rdzv-endpoint=h:1", "train.py"])
-    assert "this is job Big-Run-" in capsys.readouterr().err
+    command.main([COORDINATOR, "--rdzv-id=Big-Run", "--rdzv-backend=c10d", "--rdzv-endpoint=h:1", "train.py"])
+    assert "this is job Big-Run (--job" in capsys.readouterr().err
     command.main([COORDINATOR, "--job=My/Run", "train.py"])
     assert "this is job My~Run (a / in a name is written ~, " in capsys.readouterr().err
     command.main([COORDINATOR, "--job=mine", "train.py"])

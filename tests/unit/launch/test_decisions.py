@@ -11,9 +11,8 @@ from swift_ft.launch.decisions import (
     check_delay_s,
     delay_s,
     describe_exit,
-    judge_check,
     judge_exit,
-    judge_start,
+    judge_place,
 )
 
 FRESH = {"replacements_left": 3, "attempts": 1, "has_run": True, "finished": False}
@@ -79,12 +78,9 @@ def test_who_dies_again_and_again_waits_longer_and_never_for_ever() -> None:
 def test_what_becomes_of_a_place_that_is_not_fit(
     failed: int, changed: dict[str, int], action: Action, launcher_code: int
 ) -> None:
-    verdict = judge_check(2, "no GPU", failed, Situation(**{**FRESH, **changed}))
+    verdict = judge_place("rank 2: no process can be started", failed, Situation(**{**FRESH, **changed}))
     assert (verdict.action, verdict.exit_code) == (action, launcher_code)
-    assert verdict.reason.startswith("rank 2: its place has failed the health check (no GPU)")
-    start = judge_start(2, "no process can be started", failed, Situation(**{**FRESH, **changed}))
-    assert (start.action, start.exit_code) == (action, launcher_code)
-    assert start.reason.startswith("rank 2: no process can be started")
+    assert verdict.reason.startswith("rank 2: no process can be started")
 
 
 def test_a_place_is_checked_less_and_less_often() -> None:

@@ -1,12 +1,14 @@
 """The launcher's part of failures: what is refused, and what is done to real processes and files."""
 
 import contextlib
+import errno
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -96,14 +98,12 @@ def test_the_report_is_there_from_the_start_and_says_what_became_of_it(
     with planned(tmp_path, "rank=1,step=3;kind=stop,rank=3,at=1", monkeypatch) as plan:
         before = (plan.run_dir / "failures.json").read_text()
         assert '"injected": 0' in before
-        assert (plan.run_dir / "failures.json.space").stat().st_size > 0
 
         def run() -> Outcome:
             events.emit("spare_assigned", rank=1, pid=os.getpid())
             return Outcome(exit_code=0)
 
         assert injector.around(plan, run) == Outcome(exit_code=0)
-        assert not (plan.run_dir / "failures.json.space").exists()
     said = capsys.readouterr().err
     assert "rank=1,step=3,microbatch=0,phase=backward: did not happen: rank 1 never came to its place" in said
     assert "kind=stop,rank=3,at=1: did not happen: rank 3 is another launcher's" in said
@@ -117,6 +117,16 @@ def test_what_does_not_fit_into_the_environment_is_one_line(
     with pytest.raises(UsageError, match="give fewer failures"), planned(tmp_path, spec, monkeypatch):
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_without_space_for_the_report_is_one_line_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(injector, "write_whole", mock.Mock(side_effect=full))
+    said = r"^run: --log-dir \S+: No space left on device: name a directory with space for the report"
+    with pytest.raises(UsageError, match=said), planned(tmp_path, "rank=1,step=3", monkeypatch):
+        pass
 
 
 def test_a_report_that_cannot_be_written_is_one_line_and_the_exit_code(
@@ -175,49 +185,3 @@ def test_who_is_no_service_of_swift_is_not_found(sleeper: "subprocess.Popen[byte
     finally:
         stranger.kill()
         stranger.communicate()
-
-
-@pytest.mark.parametrize("directory", ["/tmp", "/", "/nowhere"])
-def test_the_machines_own_disk_is_never_filled(directory: str) -> None:
-    with pytest.raises(UsageError, match=r"a file system of its own|name a directory that is there"):
-        injector.check_file_system(directory, "--failures")
-
-
-def test_a_link_that_is_not_there_is_one_line() -> None:
-    with pytest.raises(
-        UsageError, match="start swift-ft run inside a network namespace of its own"
-    ) as caught:
-        injector.check_link("no0", "--failures")
-    assert "\n" not in str(caught.value)
-
-
-LINK = """
-ip link set lo up && ip link add e0 type veth peer name e1 && ip address add 10.9.0.1/24 dev e0 &&
-ip link set e1 up && ip link set e0 up && ip route add default via 10.9.0.2 && exec "$0" -c "$1"
-"""
-CUT = """
-import subprocess
-from swift_ft.lab.failures import injector as network_loss
-
-def routes():
-    return subprocess.run(["ip", "-4", "route"], capture_output=True, check=True, text=True).stdout
-
-before = routes()
-network_loss.check_link("e0", "--failures")
-assert routes() == before
-lost = network_loss.cut("e0")
-assert routes() == "", routes()
-network_loss.restore("e0", lost)
-assert sorted(routes().split()) == sorted(before.split()), (before, routes())
-print("so it is")
-"""
-
-
-def test_a_link_that_was_down_has_its_routes_again() -> None:
-    """As a user alone may have it: in a user namespace."""
-    alone = ["unshare", "--user", "--map-root-user", "--net"]
-    if subprocess.run([*alone, "true"], capture_output=True, check=False).returncode:
-        pytest.skip("user namespaces cannot be made here")
-    command = [*alone, "sh", "-c", LINK, sys.executable, CUT]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout == "so it is\n", done.stderr

@@ -7,34 +7,31 @@ import pytest
 from swift_ft.launch.decisions import describe_exit
 from swift_ft.launch.memory_kills import MemoryKills
 
-NEITHER = "/dev/null"
+NEITHER = Path("/dev/null")
 
 
-def group(directory: Path, version: int) -> tuple[Path, Path]:
+def group(directory: Path) -> tuple[Path, Path]:
     """A cgroup with a limit; returns the file that names it, and that with its counter."""
-    own = directory / "own"
-    where = directory / "job" if version == 2 else directory / "memory" / "job"
-    where.mkdir(parents=True)
-    own.write_text("0::/job\n" if version == 2 else "9:cpu:/other\n4:memory:/job\n0::/\n")
-    (where / ("memory.max" if version == 2 else "memory.limit_in_bytes")).write_text(f"{512 << 20}\n")
-    counter = where / ("memory.events" if version == 2 else "memory.oom_control")
-    count(counter, 3)
-    return own, counter
+    own, where = directory / "own", directory / "job"
+    where.mkdir()
+    own.write_text("1:name=systemd:/other\n0::/job\n")
+    (where / "memory.max").write_text(f"{512 << 20}\n")
+    count(where / "memory.events", 3)
+    return own, where / "memory.events"
 
 
 def count(counter: Path, number: int) -> None:
     counter.write_text(f"low 0\noom {number + 7}\noom_kill {number}\noom_group_kill 0\n")
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_a_kill_by_the_cgroups_limit_is_told_once_each(version: int, tmp_path: Path) -> None:
-    own, counter = group(tmp_path, version)
-    kills = MemoryKills(0.0, tmp_path, own)
-    assert kills.words(7, NEITHER) == "", "somebody has killed it"
+def test_a_kill_by_the_cgroups_limit_is_told_once_each(tmp_path: Path) -> None:
+    own, counter = group(tmp_path)
+    kills = MemoryKills(tmp_path, own, NEITHER)
+    assert kills.words(7) == "", "somebody has killed it"
     count(counter, 4)
     words = f"out of memory: the cgroup {counter.parent} has reached its limit of 512 MiB"
-    assert kills.words(7, NEITHER) == words
-    assert kills.words(8, NEITHER) == ""
+    assert kills.words(7) == words
+    assert kills.words(8) == ""
     assert describe_exit(-9, words) == f"killed by SIGKILL ({words})"
 
 
@@ -42,11 +39,14 @@ def test_a_kill_by_the_cgroups_limit_is_told_once_each(version: int, tmp_path: P
 def test_a_kill_that_the_kernel_names_is_told(kind: str, tmp_path: Path) -> None:
     (tmp_path / "own").write_text("0::/\n")
     kernel = tmp_path / "kmsg"
-    kernel.write_text(
-        f"3,1,5000000,-;{kind}: Killed process 41 (python) total-vm:1kB\n6,2,6000000,-;other 42 \n"
-    )
-    kills = MemoryKills(4.0, tmp_path, tmp_path / "own")
-    assert kills.words(41, str(kernel)) == "out of memory: the kernel's messages (dmesg) name it"
-    assert kills.words(42, str(kernel)) == kills.words(4, str(kernel)) == ""
-    assert MemoryKills(5.5, tmp_path, tmp_path / "own").words(41, str(kernel)) == "", "an older process"
-    assert kills.words(41, str(tmp_path / "unreadable")) == ""
+    kernel.write_text(f"2,1,4000000,-;{kind}: Killed process 40 (python) total-vm:1kB\n")
+    kills = MemoryKills(tmp_path, tmp_path / "own", kernel)
+    with kernel.open("a") as messages:
+        messages.write(
+            f"3,2,5000000,-;{kind}: Killed process 41 (python) total-vm:1kB\n6,3,6000000,-;other 42 \n"
+        )
+    assert kills.words(4) == kills.words(42) == ""
+    assert kills.words(41) == "out of memory: the kernel's messages (dmesg) name it"
+    assert kills.words(41) == "", "another process of that number"
+    assert kills.words(40) == "", "before the launcher began"
+    assert MemoryKills(tmp_path, tmp_path / "own", tmp_path / "unreadable").words(41) == ""

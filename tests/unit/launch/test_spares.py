@@ -11,7 +11,6 @@ from swift_ft.launch import spares as spares_module
 from swift_ft.launch.children import StartFailed
 from swift_ft.launch.spares import (
     AGAIN_S,
-    AGAIN_S_MAX,
     SPARE_FAILURES_MAX,
     WARM_UP_FAILURES_MAX,
     WARM_UP_S_MAX,
@@ -26,7 +25,7 @@ RANKS = [4, 5, 6]
 class FakeChild:
     def __init__(self, pid: int) -> None:
         self.pid, self.incarnation, self.forked = pid, f"i{pid}", True
-        self.warm = self.warming = self.warmed_up = self.unwanted = False
+        self.warm = self.warming = self.warmed_up = self.unwanted = self.prepared = False
         self.said = b""
         self.kept_for: int | None = None
         self.rank: int | None = None
@@ -36,6 +35,12 @@ class FakeChild:
     def rehearse(self, assignment: Program) -> None:
         assert self.assigned is None
         self.assigned = assignment
+
+    def prepare(self) -> None:
+        assert self.warm
+        assert not self.warming
+        assert not self.prepared
+        self.prepared = True
 
     def warm_up(self, assignment: Program) -> None:
         assert self.kept_for is not None
@@ -210,46 +215,36 @@ def test_who_has_failed_is_ended_and_after_three_in_a_row_there_are_no_more(
     assert [child.kept_for for child in world.nursery.spares] == [4, 5]
 
 
-def test_what_the_job_was_in_the_way_of_is_tried_again_later_and_later(
-    told: list[str], clock: list[float]
-) -> None:
+def test_what_the_job_was_in_the_way_of_is_tried_again_later(told: list[str], clock: list[float]) -> None:
     world = World(0, made)
-    pause = AGAIN_S
     for _ in range(9):
         world.hear(world.warming(), "a recovery is under way", passing=True)
-        clock[0] += pause - 0.1
+        clock[0] += AGAIN_S - 0.1
         assert world.warming() is None
         clock[0] += 0.2
-        pause = min(AGAIN_S_MAX, 2 * pause)
-    world.hear(world.warming())
-    world.hear(world.warming(), "a recovery is under way", passing=True)
-    clock[0] += AGAIN_S
     assert world.warming() is not None
     assert not told
 
 
-def test_a_spare_that_cannot_be_started_is_tried_again_later_and_later(
-    told: list[str], clock: list[float]
-) -> None:
+def test_a_spare_that_cannot_be_started_is_tried_again_later(told: list[str], clock: list[float]) -> None:
     """Also at the start, where the ranks' own processes are needed at once."""
     world = World(2, made)
     world.nursery.full = True
     with pytest.raises(StartFailed):
         world.spares.begin(1)
     world.spares.begin(0)
-    pause, tried = AGAIN_S, world.nursery.tried
-    for _ in range(9):
-        clock[0] += pause - 0.1
+    tried = world.nursery.tried
+    for _ in range(3):
+        clock[0] += AGAIN_S - 0.1
         world.turn()
         assert world.nursery.tried == tried
         clock[0] += 0.2
         world.turn()
         tried += 1
         assert world.nursery.tried == tried
-        pause = min(AGAIN_S_MAX, 2 * pause)
     assert told == ["a spare is missing, and tried again later: no process can be started"]
     world.nursery.full = False
-    clock[0] += AGAIN_S_MAX
+    clock[0] += AGAIN_S
     assert world.warming() is not None
     assert [child.kept_for for child in world.nursery.spares] == [None, None, RANKS[0]]
     world.nursery.full = True
@@ -298,3 +293,14 @@ def test_spares_that_die_while_they_start_are_made_so_often(told: list[str]) -> 
             world.end(child, 1)
     assert len(world.nursery.children) == SPARE_FAILURES_MAX
     assert len(told) == 1
+
+
+def test_a_spare_starts_a_ranks_sidecar_once_the_job_is_known_to_have_a_log() -> None:
+    world = World(2, None)
+    world.turn()
+    world.turn()
+    assert not any(child.prepared for child in world.nursery.spares)
+    logged = pb.View(state=pb.RUNNING, checkpoints=[0], log_places=[pb.LogServerPlace(address="127.0.0.1:1")])
+    for _ in range(3):  # a second time, the child would object
+        world.turn(logged)
+    assert all(child.prepared for child in world.nursery.spares)

@@ -8,7 +8,10 @@ import grpc
 import pytest
 
 from swift_ft._pb import log_pb2
+from swift_ft.log.frame import MAGIC
 from swift_ft.log.protocol import code_of, frames_message, message_of, method, reason_of
+from swift_ft.log.shared_memory import PLACE, hand_over
+from tests.shared_bodies import bodies
 from tests.unit.log.frames import STREAM
 from tests.unit.log.service import JOB
 
@@ -34,6 +37,8 @@ class Call:
         self.opened: dict[str, int] = {}
         self.credit = 0
         self.welcome: log_pb2.Welcome | None = None
+        self._bodies = bodies()
+        self._shared = False
 
     def open(self, *streams: str, generation: int = 1, acked: int = 0) -> None:
         opens = [
@@ -42,9 +47,21 @@ class Call:
         ]
         self._requests.put(log_pb2.AppendRequest(opens=opens).SerializeToString())
         self.read(lambda: set(streams or [STREAM]) <= set(self.opened))
+        if self._bodies is not None and self.welcome is not None and not self._shared:
+            self._shared = hand_over(
+                self.welcome.memory_socket, self.welcome.memory_key, self._bodies.descriptor
+            )
+            assert self._shared
 
     def send(self, *frames: bytes) -> None:
-        self._requests.put(frames_message(frames, sum(map(len, frames))))
+        if self._bodies is not None and self._shared and all(frame[:4] == MAGIC for frame in frames):
+            shared = b""
+            for frame in frames:
+                head = int.from_bytes(frame[6:8], "little")
+                shared += frame[:head] + PLACE.pack(self._bodies.put(frame[head:]))
+            self._requests.put(log_pb2.AppendRequest(shared=shared).SerializeToString())
+        else:
+            self._requests.put(frames_message(frames, sum(map(len, frames))))
 
     def raw(self, message: bytes) -> None:
         self._requests.put(message)

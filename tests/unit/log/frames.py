@@ -5,7 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from swift_ft.log.frame import CODEC_NONE, FrameHeader, checksum, decode_header, decode_record, encode_header
+import crc32c
+
+from swift_ft.log.frame import CODEC_NONE, FrameHeader, decode_header, decode_record, encode_header
 from swift_ft.log.record import Record, RecordKey, digest_of, stream_tag
 from swift_ft.log.segment import SegmentHeader, encode_footer, encode_segment_header, segment_name
 
@@ -42,7 +44,7 @@ def frame_of(
         codec=CODEC_NONE,
         raw_bytes=len(body),
         stored_bytes=len(body),
-        body_crc=checksum(body),
+        body_crc=crc32c.crc32c(body),
         digest=digest_of("uint8", (len(body),), body),
     )
     header = replace(header, **fields)

@@ -32,7 +32,7 @@ class MemoryStorage:
         for write in writes:
             stream = self.frames.setdefault((write.job, write.stream), {})
             assert write.mends or write.sequence not in stream, "a record is written once"
-            stream[write.sequence] = b"".join(write.frame)
+            stream[write.sequence] = b"".join(map(bytes, write.frame))
             self.made.discard((write.job, write.stream, write.sequence))
         self.unsynced = 0 if sync else self.unsynced + len(writes)
         self.commits.append((len(writes), sync))
@@ -49,6 +49,9 @@ class MemoryStorage:
         if sequence not in self.frames.get((job, stream), {}):
             raise FileNotFoundError(f"record {sequence}")
         return Place(Path(job, stream, str(sequence)), 0, sequence + 1)
+
+    def descriptor(self, place: Place) -> int:
+        raise OSError("there is no file")
 
     def read(self, place: Place, size: int, buffer: memoryview) -> memoryview:
         job, stream, sequence = place.path.parts

@@ -33,8 +33,8 @@ def eventually(condition: Callable[[], object], timeout_s: float = 10.0) -> None
 def impatient_about(writer: LogWriter, address: str, words: str) -> None:
     """From when its calls to that server end with these words on it has hardly any patience: what it is told by then
     is what it says, and not that it has heard nothing yet."""
-    eventually(lambda: words in writer.delivery.links[address].trouble)
-    writer.delivery.patience_s = 0.1
+    eventually(lambda: words in writer.sending.links[address].core.trouble)
+    writer.sending.patience_s = 0.1
 
 
 class InProcess:

@@ -179,8 +179,8 @@ def test_no_credit_is_lost_however_replies_come() -> None:
             for step in range(2000):  # 16 times the credit, in records that are acknowledged by the handful
                 writer.append(STREAM, RecordKey(step, 0, 0), "uint8", (500,), bytes(500))
             writer.flush(30.0)
-            (link,) = writer.delivery.links.values()
-            eventually(lambda: link._core._credit == 1 << 16)
+            (link,) = writer.sending.links.values()
+            eventually(lambda: link.core._credit == 1 << 16)
         finally:
             writer.close(0.0)
 

@@ -6,7 +6,8 @@ from swift_ft._pb import log_pb2
 from swift_ft.log.frame import Assembler
 from swift_ft.log.protocol import Reason
 from swift_ft_services.logserver.append_session import Appends
-from swift_ft_services.logserver.state import AppendCall, Refused
+from swift_ft_services.logserver.core import Refused
+from swift_ft_services.logserver.state import AppendCall
 from tests.unit.log.frames import frame_of
 
 

@@ -1,26 +1,35 @@
 """The cold tier: what is moved is read as before, also after a restart; what goes is removed; a store that fails harms
 nothing."""
 
+import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import grpc
 import pytest
 from obstore.store import MemoryStore
 
 from swift_ft._pb import log_pb2
-from swift_ft.errors import UsageError
+from swift_ft.errors import LogUnavailable, SwiftError, UsageError
+from swift_ft.log import admin
 from swift_ft.log.manifest import MANIFEST, JobMeta, ManifestDamaged, StreamMeta
+from swift_ft.log.reader import LogReader, lost_copy, never
+from swift_ft.log.record import RecordKey
+from swift_ft.log.stub import Stub, stub_path
 from swift_ft.objects import Objects
-from swift_ft_services.logserver.administration import Tiering
-from swift_ft_services.logserver.cold import ColdTier, Stub, stub_path
+from swift_ft.tools.inspect import main as inspect
+from swift_ft.tools.log_contents import DirectoryLog
+from swift_ft_services.logserver.administration import LostServers, Tiering
+from swift_ft_services.logserver.cold import ColdTier
 from swift_ft_services.logserver.quotas import SpaceConfig
 from swift_ft_services.logserver.state import EngineConfig
 from swift_ft_services.logserver.storage import DirectoryStorage
+from swift_ft_services.logserver.storage_interface import Write
 from tests.unit.log.append_call import Call
-from tests.unit.log.frames import JOB, STREAM, body_of, frame_of
+from tests.unit.log.frames import JOB, STREAM, body_of, frame_of, records_of
 from tests.unit.log.service import InProcess
 from tests.unit.log.test_storage import FIVE_A_SEGMENT, crash, fill, frame_in
 
@@ -36,15 +45,20 @@ class Cold:
         test = self
 
         class Failing(ColdTier):
-            def move(self, key: str, source: object) -> None:
+            def move(self, key: str, source: object, stub: bytes) -> None:
                 if test.fails:
                     raise OSError(5, "the store is away")
-                super().move(key, source)  # type: ignore[arg-type]
+                super().move(key, source, stub)  # type: ignore[arg-type]
 
             def read(self, key: str, offset: int, size: int) -> memoryview:
                 if test.fails:
                     raise OSError(110, "the object store: it is away")
                 return super().read(key, offset, size)
+
+            def stubs(self, folder: str) -> dict[str, dict[int, Stub]]:
+                if test.fails:
+                    raise OSError(5, "it is away")
+                return super().stubs(folder)
 
             def remove(self, key: str) -> None:
                 if test.fails:
@@ -55,7 +69,7 @@ class Cold:
 
     @property
     def keys(self) -> list[str]:
-        return sorted(entry.path for entry in self.objects.entries())
+        return self.tier.keys("")
 
 
 @pytest.fixture
@@ -107,8 +121,8 @@ def test_a_restart_reads_stubs_and_asks_nothing_of_the_store(tmp_path: Path, col
     cold.fails = True
     again = DirectoryStorage(tmp_path, FIVE_A_SEGMENT, cold=cold.tier)
     ((found,),) = [job.streams for job in again.recover()]
-    assert [entry.sequence for entry in found.entries] == list(range(17))
-    assert (found.cold_below, found.next_sequence, found.holes) == (10, 17, [])
+    assert list(found.by_sequence) == list(range(17))
+    assert (found.cold_below, found.appended, found.holes) == (10, 17, [])
     with pytest.raises(OSError, match="it is away"):
         frame_in(again, STREAM, 3)
     cold.fails = False
@@ -182,6 +196,68 @@ def test_what_is_trimmed_or_dropped_is_removed_there_too_once_the_store_answers(
     crash(storage)
 
 
+def test_objects_of_a_dropped_job_are_owed_across_restarts(tmp_path: Path, cold: Cold) -> None:
+    storage = opened(tmp_path, cold)
+    fill(storage, 0, 22)
+    storage.move_oldest(JOB)
+    cold.fails = True
+    storage.drop(JOB)()
+    for _ in range(2):
+        assert not list(tmp_path.glob(".dropped-*/*/*")), "its own space is free"
+        with pytest.raises(OSError, match="away"):
+            storage.clean_cold()
+        crash(storage)
+        storage = DirectoryStorage(tmp_path, FIVE_A_SEGMENT, cold=cold.tier)
+        assert storage.recover() == []
+    assert cold.keys
+    cold.fails = False
+    storage.clean_cold()
+    assert cold.keys == []
+    assert not list(tmp_path.glob(".dropped-*"))
+    crash(storage)
+
+
+def test_a_job_that_was_dropped_without_its_server_leaves_no_objects(tmp_path: Path, cold: Cold) -> None:
+    storage = opened(tmp_path, cold)
+    fill(storage, 0, 22)
+    storage.move_oldest(JOB)
+    crash(storage)
+    assert inspect(["--directory", str(tmp_path), "--drop-job", JOB, "--force"]) == 0
+    assert not list(tmp_path.glob(".dropped-*/*/*"))
+    storage = DirectoryStorage(tmp_path, FIVE_A_SEGMENT, cold=cold.tier)
+    assert storage.recover() == []
+    storage.clean_cold()
+    assert cold.keys == []
+    crash(storage)
+
+
+def test_inspect_shows_what_was_moved(tmp_path: Path, cold: Cold, capsys: pytest.CaptureFixture[str]) -> None:
+    storage = opened(tmp_path, cold)
+    fill(storage, 0, 22)
+    storage.close()
+    facts = DirectoryLog(tmp_path).facts().jobs[0]
+    assert (facts.records, facts.problem, facts.streams[0].problems) == (22, "", [])
+    storage = opened(tmp_path, cold)
+    storage.move_oldest(JOB)
+    storage.move_oldest(JOB)
+    stub = stub_path(tmp_path / JOB / STREAM / f"{0:020d}.seg")
+    for runs in (True, False):
+        moved = DirectoryLog(tmp_path).facts(verify=True)
+        assert (moved.server_runs, moved.cold, moved.used_bytes) == (runs, URL, facts.bytes * 12 // 22)
+        assert moved.verified is not None
+        assert (moved.verified.records, moved.verified.damage) == (12, [])
+        of = moved.jobs[0].streams[0]
+        assert (of.records, of.bytes, of.moved_bytes) == (22, facts.bytes, facts.bytes * 10 // 22)
+        assert [each.ending for each in of.segments or []] == ["moved", "moved", *["sealed"] * 3]
+        if runs:
+            crash(storage)
+    assert inspect(["--directory", str(tmp_path)]) == 0
+    assert f"in {URL}: 2 segments, " in capsys.readouterr().out
+    stub.write_bytes(stub.read_bytes()[:-1])
+    assert inspect(["--directory", str(tmp_path)]) == 1
+    assert "is damaged: its checksum does not match" in capsys.readouterr().err
+
+
 def test_a_later_job_of_that_name_keeps_its_stubs(tmp_path: Path, cold: Cold) -> None:
     storage = opened(tmp_path, cold)
     fill(storage, 0, 12)
@@ -230,6 +306,15 @@ def test_a_damaged_segment_stays(tmp_path: Path, cold: Cold) -> None:
     path.write_bytes(content)
     assert storage.move_oldest(JOB) is None
     assert cold.keys == []
+    crash(storage)
+
+
+def test_a_file_that_somebody_has_removed_holds_up_no_other_stream(tmp_path: Path, cold: Cold) -> None:
+    storage = opened(tmp_path, cold)
+    fill(storage, 0, 12)
+    fill(storage, 0, 12, "s1.F")
+    min((tmp_path / JOB / "s1.F").iterdir()).unlink()  # the one that would go first
+    assert [storage.move_oldest(JOB) for _ in range(3)] == [None, (STREAM, 5), (STREAM, 10)]
     crash(storage)
 
 
@@ -297,6 +382,7 @@ def serving(directory: Path, cold: Cold) -> tuple[InProcess, Tiering]:
     server = InProcess(storage, config, jobs=storage.recover())
     tiering = Tiering(server.engine.state, storage, server.engine.watch)
     tiering.start()
+    server.engine.lost = LostServers(server.engine.state, storage, server.engine.take_over)
     return server, tiering
 
 
@@ -376,3 +462,268 @@ def test_a_large_job_with_nothing_to_move_is_passed_over(
         tiering._move()
         assert space.jobs["other"].used_bytes < space.jobs[JOB].used_bytes / 4
         assert cold.keys
+
+
+# --- a server that is lost with its disk ---
+
+
+@pytest.fixture
+def lost(tmp_path: Path, cold: Cold) -> Iterator[tuple[InProcess, str]]:
+    """A server beside a lost one, which has moved the first ten records of twelve; and where it has moved them."""
+    storage = opened(tmp_path / "lost", cold)
+    fill(storage, 0, 12)
+    storage.move_oldest(JOB)
+    storage.move_oldest(JOB)
+    folder = storage.cold_folder(JOB)
+    storage.close()
+    shutil.rmtree(tmp_path / "lost")
+    server, tiering = serving(tmp_path / "other", cold)
+    with server:
+        yield server, folder
+        tiering.stop()
+
+
+def moved_frames(server: InProcess, folder: str) -> bytes:
+    request = log_pb2.ReadRequest(job=JOB, stream=STREAM, from_step=0, follow=True, cold=folder)
+    return b"".join(reply.frames for reply in server.stub.Read(request))
+
+
+def test_another_server_reads_what_a_lost_one_has_moved(
+    lost: tuple[InProcess, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    server, folder = lost
+    other = [frame_of(sequence, step=sequence + 5, generation=1, body=b"other")[1] for sequence in range(3)]
+    call = Call(server)
+    call.open()
+    call.send(*other)
+    call.until_acked(3)
+    (stream,) = admin.inventory(server.address, JOB, 10.0, folder)
+    assert (stream.records, stream.first_step, stream.last_step, stream.corrupt) == (10, 0, 9, False)
+    assert [each.records for each in admin.inventory(server.address, JOB, 10.0)] == [3], "its own"
+    assert moved_frames(server, folder) == b"".join(frame_of(sequence)[1] for sequence in range(10))
+    assert frames(server) == b"".join(other)
+    assert server.engine.state.space.server.used_bytes == sum(map(len, other))
+    assert inspect(["--server", server.address]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in shown if " s0.F " in line] == [JOB, f"{JOB}@{folder}"]
+
+
+def test_a_reader_takes_what_was_moved_and_then_what_follows(lost: tuple[InProcess, str]) -> None:
+    """Records of step 7 on count where training went on without the lost server, whatever that one has moved."""
+    server, folder = lost
+    call = Call(server)
+    call.open()
+    call.send(*(frame_of(sequence, step=sequence + 7, body=b"new")[1] for sequence in range(4)))
+    call.until_acked(4)
+    reader = LogReader({STREAM: [lost_copy(server.address, folder, 7), server.address]}, JOB)
+    cursor = reader.follow(STREAM, 0)
+    bodies = [bytes(cursor.get(RecordKey(step, 0, 0), 10.0, never).body) for step in range(11)]
+    assert bodies == [*(body_of(sequence) for sequence in range(7)), *[b"new"] * 4]
+    moved = reader.digests(STREAM, 0, lost_copy(server.address, folder, 7), cancelled=never)
+    assert sorted(key.step for key in moved) == list(range(7))
+    digests = reader.digests(STREAM, 0, cancelled=never)
+    assert {key.step: digest for key, digest in digests.items()} == {
+        **{step: frame_of(step)[0].digest for step in range(7)},
+        **{step: frame_of(step, body=b"new")[0].digest for step in range(7, 11)},
+    }
+    cursor.close()
+    reader.close()
+
+
+def test_a_flipped_bit_in_what_was_moved_is_found(lost: tuple[InProcess, str], cold: Cold) -> None:
+    server, folder = lost
+    key = cold.keys[1]
+    content = bytearray(cold.objects.read_all(key, 1 << 20))
+    content[400] ^= 1
+    cold.objects.put(key, content)
+    with pytest.raises(grpc.RpcError, match="checksum does not match"):
+        moved_frames(server, folder)
+
+
+def test_a_part_that_is_missing_or_not_the_jobs_is_damage(lost: tuple[InProcess, str], cold: Cold) -> None:
+    server, folder = lost
+    first, second = cold.keys
+    content = cold.objects.read_all(first, 1 << 20)
+    cold.objects.remove([first])
+    (stream,) = admin.inventory(server.address, JOB, 10.0, folder)
+    assert (stream.first_step, stream.last_step, stream.corrupt) == (5, 9, False)
+    server.engine.state.core.jobs.pop(f"{JOB}@{folder}")
+    cold.objects.put(first, content)
+    cold.objects.put(f"{folder}/s7.F/{Path(first).name}", content)
+    stub = f"{Path(first).stem}.cold"
+    cold.objects.put(f"{folder}/s7.F/{stub}", cold.objects.read_all(f"{Path(first).parent}/{stub}", 1 << 20))
+    found = {each.stream: each for each in admin.inventory(server.address, JOB, 10.0, folder)}
+    assert not found[STREAM].corrupt
+    assert (found["s7.F"].corrupt, found["s7.F"].records) == (True, 0)
+    assert admin.inventory(server.address, JOB, 10.0, f"{'0' * 32}/0.0") == []
+    assert second in cold.keys
+
+
+def test_while_the_store_is_away_nothing_is_known_and_then_all(
+    lost: tuple[InProcess, str], cold: Cold
+) -> None:
+    server, folder = lost
+    cold.fails = True
+    with pytest.raises(LogUnavailable, match="the object store: it is away"):
+        admin.inventory(server.address, JOB, 10.0, folder)
+    cold.fails = False
+    assert [each.records for each in admin.inventory(server.address, JOB, 10.0, folder)] == [10]
+
+
+def test_it_is_removed_once_nobody_needs_it(lost: tuple[InProcess, str], cold: Cold) -> None:
+    server, folder = lost
+    assert admin.inventory(server.address, JOB, 10.0, folder)
+    for _ in range(2):
+        admin.trim(server.address, JOB, 20, 10.0, folder)
+        eventually(lambda: not cold.keys)
+        assert admin.inventory(server.address, JOB, 10.0, folder) == []
+
+
+def test_nobody_removes_what_is_of_another_job_or_of_a_server_that_is_there(
+    lost: tuple[InProcess, str], cold: Cold
+) -> None:
+    server, folder = lost
+    before = cold.keys
+    with pytest.raises(SwiftError, match="is not a lost server's of job"):
+        admin.trim(server.address, "other", 20, 10.0, folder)
+    with pytest.raises(SwiftError, match="is not a lost server's of job"):
+        admin.trim(server.address, JOB, 20, 10.0, admin.fence(server.address, JOB, 1, 10.0))
+    for place in (folder.partition("/")[0], f"{folder}/{STREAM}"):
+        with pytest.raises(SwiftError, match="no server moves records there"):
+            admin.trim(server.address, JOB, 20, 10.0, place)
+    assert cold.keys == before
+
+
+def test_it_is_removed_with_the_job(lost: tuple[InProcess, str], cold: Cold) -> None:
+    server, folder = lost
+    assert admin.inventory(server.address, JOB, 10.0, folder)
+    admin.drop(server.address, JOB, 10.0, force=True)
+    eventually(lambda: not cold.keys)
+    assert list(server.engine.state.core.jobs) == []
+
+
+def test_it_is_removed_with_the_job_once_the_store_answers(lost: tuple[InProcess, str], cold: Cold) -> None:
+    server, folder = lost
+    assert admin.inventory(server.address, JOB, 10.0, folder)
+    cold.fails = True
+    admin.drop(server.address, JOB, 10.0, force=True)
+    assert list(server.engine.state.core.jobs) == []
+    assert cold.keys
+    cold.fails = False
+    eventually(lambda: not cold.keys)
+
+
+def test_a_segment_of_which_the_stub_is_missing_is_removed_too(
+    lost: tuple[InProcess, str], cold: Cold
+) -> None:
+    server, folder = lost
+    cold.objects.remove([entry.path for entry in cold.objects.entries("") if entry.path.endswith(".cold")])
+    assert admin.inventory(server.address, JOB, 10.0, folder) == []
+    with pytest.raises(SwiftError, match="is not a lost server's of job"):
+        admin.trim(server.address, "other", 20, 10.0, folder)
+    assert cold.keys
+    admin.trim(server.address, JOB, 20, 10.0, folder)
+    eventually(lambda: not cold.keys)
+
+
+def test_a_drop_removes_nothing_of_another_job(lost: tuple[InProcess, str], cold: Cold) -> None:
+    server, folder = lost
+    before = cold.keys
+    server.engine.administration.fence("other", 1)
+    admin.inventory(server.address, "other", 10.0, folder)
+    admin.drop(server.address, "other", 10.0, force=True)
+    eventually(lambda: not server.storage._objects_of_lost)
+    assert cold.keys == before
+
+
+@pytest.mark.parametrize("folder", ["../x", "", "0" * 32, f"{'0' * 32}/0.0/x", f"{'A' * 32}/0.0"])
+def test_other_places_are_refused(lost: tuple[InProcess, str], folder: str) -> None:
+    server, _ = lost
+    if folder:
+        with pytest.raises(SwiftError, match="no server moves records there"):
+            admin.inventory(server.address, JOB, 10.0, folder)
+    else:
+        with InProcess() as other, pytest.raises(SwiftError, match="this server has no object store"):
+            admin.inventory(other.address, JOB, 10.0, f"{'0' * 32}/0.0")
+
+
+def test_what_a_reset_has_dropped_is_not_moved_before_it_is_removed(tmp_path: Path, cold: Cold) -> None:
+    storage = opened(tmp_path, cold)
+    fill(storage, 0, 12)
+    meta = JobMeta(generation=2, reset_generation=2, streams={STREAM: StreamMeta(12, 12, "")})
+    storage.save(JOB, meta)
+    assert storage.move_oldest(JOB) is None
+    assert cold.keys == []
+    crash(storage)
+
+
+def test_what_a_reset_has_dropped_is_not_found_behind_it(tmp_path: Path, cold: Cold) -> None:
+    """Objects are removed later, and the server may be lost before that."""
+    server, tiering = serving(tmp_path, cold)
+    with server:
+        before = admin.fence(server.address, JOB, 1, 10.0)
+        send(server, 0, 40)
+        eventually(lambda: len(cold.keys) >= 2)
+        cold.fails = True
+        server.engine.administration.fence(JOB, 2)
+        after = admin.reset(server.address, JOB, 2, 10.0)
+        assert after != before
+        assert admin.fence(server.address, JOB, 2, 10.0) == after
+        assert cold.keys
+        assert cold.tier.keys(before)
+        assert cold.tier.keys(after) == []
+        cold.fails = False
+        eventually(lambda: not cold.keys)
+        tiering.stop()
+
+
+def test_what_follows_a_reset_is_in_no_segment_with_what_was_before_it(tmp_path: Path, cold: Cold) -> None:
+    """Records may follow before anything is removed, and the server may be lost then."""
+    server, tiering = serving(tmp_path / "lost", cold)
+    with server:
+        tiering.stop()
+        admin.fence(server.address, JOB, 1, 10.0)
+        send(server, 0, 3)
+        with server.engine.administration._removing:  # it is busy with another stream
+            folder = admin.reset(server.address, JOB, 1, 10.0, number=1)
+            call = Call(server)
+            call.open()
+            call.send(
+                *(
+                    frame_of(sequence, step=sequence - 2, body=body_of(sequence, BODY))[1]
+                    for sequence in range(3, 9)
+                )
+            )
+            call.until_acked(9)
+        removed = threading.Event()
+        server.engine.administration._janitor_work.put(removed.set)
+        assert removed.wait(20)
+        assert server.storage.move_oldest(JOB) is not None
+    other, tiering = serving(tmp_path / "other", cold)
+    with other:
+        (moved,) = admin.inventory(other.address, JOB, 10.0, folder)
+        assert (moved.first_step, moved.corrupt) == (1, False)
+        records = list(records_of(moved_frames(other, folder)))
+        assert [record.key.step for record in records] == list(range(1, 1 + moved.records))
+        assert bytes(records[0].body) == body_of(3, BODY)
+        tiering.stop()
+
+
+def test_no_record_of_before_the_reset_counts_wherever_it_is(tmp_path: Path, cold: Cold) -> None:
+    storage = opened(tmp_path / "lost", cold)
+    fill(storage, 0, 3)
+    storage.save(JOB, JobMeta(generation=2))
+    storage.commit([Write(JOB, STREAM, n, [frame_of(n, generation=2)[1]]) for n in range(3, 7)], True)
+    storage.commit([Write(JOB, STREAM, 7, [frame_of(7, generation=2)[1]])], True)
+    storage.move_oldest(JOB)
+    folder = f"{storage.cold_folder(JOB).partition('/')[0]}/2.0"
+    crash(storage)
+    for entry in list(cold.objects.entries("")):
+        content = cold.objects.read_all(entry.path, 1 << 20)
+        cold.objects.put(f"{folder}/{STREAM}/{Path(entry.path).name}", content)
+    other = opened(tmp_path / "other", cold)
+    (stream,) = other.read_lost(JOB, folder).streams
+    assert stream.first == 3
+    assert list(stream.by_sequence) == list(range(3, stream.appended))
+    assert stream.by_sequence
+    crash(other)

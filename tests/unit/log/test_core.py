@@ -12,10 +12,10 @@ from swift_ft.log.record import RecordKey, stream_tag
 from swift_ft_services.logserver.core import (
     STEP_UNKNOWN,
     Hole,
-    IndexEntry,
     JobState,
     LogCore,
     Refusal,
+    Refused,
     StreamState,
 )
 
@@ -45,18 +45,21 @@ class Interpreter:
     def run(self, line: str) -> list[str]:
         verb, *pairs = line.split()
         options = dict(pair.split("=", 1) for pair in pairs)
-        out = getattr(self, f"do_{verb}")(**options)
+        try:
+            out = getattr(self, f"do_{verb}")(**options)
+        except Refused as refused:
+            out = said(refused.refusal)
         return [out] if isinstance(out, str) else list(out)
 
     def stream(self, name: str) -> StreamState:
         return self.core.job(JOB).stream(name)
 
     def do_fence(self, generation: str) -> str:
-        return said(self.core.fence(JOB, int(generation)) or "granted")
+        self.core.fence(JOB, int(generation))
+        return "granted"
 
     def do_open(self, stream: str, generation: str, acked: str = "0") -> str:
-        opened = self.core.open(JOB, stream, int(generation), int(acked))
-        return said(opened if isinstance(opened, Refusal) else f"next {opened.appended}")
+        return f"next {self.core.open(JOB, stream, int(generation), int(acked)).appended}"
 
     def do_append(self, stream: str, sequence: str, key: str, generation: str, **more: str) -> str:
         """key: step.microbatch.slot"""
@@ -75,9 +78,7 @@ class Interpreter:
             digest=more.get("digest", "a").encode(),
         )
         decided = self.core.append(self.stream(stream), int(generation), header)
-        if isinstance(decided, IndexEntry):
-            return f"write {decided.sequence}"
-        return said(decided or "known already")
+        return f"write {decided.sequence}" if decided else "known already"
 
     def do_durable(self, stream: str, sequence: str) -> str:
         self.core.made_durable(self.stream(stream), int(sequence))
@@ -93,11 +94,10 @@ class Interpreter:
 
     def do_reader(self, step: str) -> str:
         job = self.core.job(JOB)
-        refusal = self.core.check_readable(job, int(step))
-        if refusal is None:
-            self.readers += 1
-            job.readers[self.readers] = int(step)
-        return said(refusal or f"reader {self.readers}")
+        self.core.check_readable(job, int(step))
+        self.readers += 1
+        job.readers[self.readers] = int(step)
+        return f"reader {self.readers}"
 
     def do_leave(self, reader: str) -> list[str]:
         del self.core.job(JOB).readers[int(reader)]
@@ -141,8 +141,8 @@ class Interpreter:
         return f"{marks}, {len(stream.by_sequence)} records{corrupt}"
 
 
-def said(what: Refusal | str) -> str:
-    return f"REFUSED {what.reason}: {what.message}" if isinstance(what, Refusal) else what
+def said(refusal: Refusal) -> str:
+    return f"REFUSED {refusal.reason}: {refusal.message}"
 
 
 def rerun(text: str) -> str:

@@ -11,10 +11,10 @@ from swift_ft.log.manifest import JobMeta
 from swift_ft.log.protocol import Reason
 from swift_ft_services.logserver import procedures
 from swift_ft_services.logserver.append_session import Appends, Commits
-from swift_ft_services.logserver.core import StreamState
-from swift_ft_services.logserver.procedures import Clean, Emit, Forget, Save, Settle
-from swift_ft_services.logserver.quotas import SpaceConfig
-from swift_ft_services.logserver.state import AppendCall, EngineConfig, Refused, ServerState
+from swift_ft_services.logserver.core import Refused, StreamState
+from swift_ft_services.logserver.procedures import Clean, Forget, Save, Settle
+from swift_ft_services.logserver.quotas import Notice, SpaceConfig
+from swift_ft_services.logserver.state import AppendCall, EngineConfig, ServerState
 from swift_ft_services.logserver.storage import DirectoryStorage
 from tests.sim.disk import ROOT, PowerCut, SimDisk
 from tests.sim.kernel import Kernel
@@ -49,12 +49,12 @@ def test_a_job_is_no_more_before_its_files_are_forgotten(state: ServerState) -> 
     assert isinstance(next(drop), Forget)
     assert JOB not in state.core.jobs
     step = next(drop)
-    assert isinstance(step, Emit)
+    assert isinstance(step, Notice)
     assert step.fields == {"job": JOB, "records": 1, "bytes": size, "reason": "asked for"}
     with pytest.raises(StopIteration) as done:
         next(drop)
     assert done.value.value == (1, size)
-    assert (state.space.server.used_bytes, state.space.trimmed_bytes) == (0, size)
+    assert state.space.server.used_bytes == 0
     assert state.touched == {}
 
 
@@ -71,9 +71,9 @@ def test_where_the_disk_refuses_the_job_is_back(state: ServerState) -> None:
     while not isinstance(next(drop), Forget):
         pass
     with pytest.raises(Refused):
-        drop.throw(Refused(procedures.Refusal(Reason.CLOSED, "made up")))
+        drop.throw(Refused(Reason.CLOSED, "made up"))
     assert state.core.jobs == {JOB: job}
-    assert (state.space.server.used_bytes, state.space.trimmed_bytes) == (size, 0)
+    assert state.space.server.used_bytes == size
     assert JOB in state.touched
 
 
@@ -87,7 +87,7 @@ def test_a_trim_that_comes_after_it_saves_and_removes_nothing(state: ServerState
 def started(disk: SimDisk) -> tuple[DirectoryStorage, dict[str, int]]:
     storage = DirectoryStorage(ROOT, SEGMENT_BYTES, disk)
     jobs = storage.recover()
-    return storage, {job.name: sum(len(found.entries) for found in job.streams) for job in jobs}
+    return storage, {job.name: sum(len(found.by_sequence) for found in job.streams) for job in jobs}
 
 
 @pytest.mark.parametrize("power_cut", [False, True])
@@ -129,7 +129,7 @@ def test_nobody_comes_back_while_writers_are_cut_off(state: ServerState) -> None
     with pytest.raises(Refused, match="was dropped"):
         appends.open(session, opening, 0.0)
     with pytest.raises(Refused):
-        drop.throw(Refused(procedures.Refusal(Reason.CLOSED, "made up")))
+        drop.throw(Refused(Reason.CLOSED, "made up"))
     appends.open(session, opening, 0.0)  # it was not dropped
     reset = procedures.reset(state, JOB, 1)
     assert isinstance(next(reset), Settle)
@@ -139,4 +139,7 @@ def test_nobody_comes_back_while_writers_are_cut_off(state: ServerState) -> None
     with pytest.raises(Refused, match="was reset"):
         appends.open(again, opening, 0.0)
     assert isinstance(next(reset), Save)  # having settled once
+    with pytest.raises(Refused, match="was reset"):
+        appends.open(again, opening, 0.0)
+    next(reset)
     appends.open(again, opening, 0.0)

@@ -94,7 +94,8 @@ def test_what_is_acknowledged_can_be_used(
         assert found.records == len(there)
         assert not found.corrupt
         steps = [key.step for key in there]
-        assert (found.first_step, found.last_step) == (min(steps, default=None), max(steps, default=None))
+        assert found.has_records == bool(steps)
+        assert (found.first_step, found.last_step) == (min(steps, default=0), max(steps, default=0))
         request = log_pb2.ReadRequest(job=JOB, stream=STREAM, from_step=0, follow=False)
         read = [r for reply in server.stub.Read(request) for r in records_of(reply.frames)]
         assert {r.key: bytes(r.body) for r in read} == there
@@ -104,7 +105,7 @@ def test_what_is_acknowledged_can_be_used(
     storage = DirectoryStorage(directory, 1 << 20)
     ((stream,),) = [job.streams for job in storage.recover()]
     storage.close()
-    assert [entry.key for entry in stream.entries] == list(there)
+    assert [entry.key for entry in stream.by_sequence.values()] == list(there)
     assert not stream.holes
 
 
@@ -122,7 +123,7 @@ def test_a_mark_that_an_older_server_took_is_damage(tmp_path: Path) -> None:
     )
     write_segment(tmp_path / JOB / STREAM, 0, data)
     found = recovered(tmp_path)
-    assert [entry.sequence for entry in found.entries] == [0, 2]
+    assert list(found.by_sequence) == [0, 2]
     assert [(hole.sequence, hole.end_sequence) for hole in found.holes] == [(1, 2)]
     assert "a mark of 6 steps" in found.holes[0].reason
 
@@ -148,4 +149,4 @@ def test_a_sound_mark_is_taken() -> None:
         call.send(record(0, mark(Steps(3, 7))))
         call.until_acked(1)
         (found,) = admin.inventory(server.address, JOB, TIMEOUT_S)
-        assert found.unlogged == Steps(3, 7)
+        assert admin.unlogged(found) == Steps(3, 7)

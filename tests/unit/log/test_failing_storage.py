@@ -12,10 +12,10 @@ from swift_ft.log.manifest import JobMeta
 from swift_ft.log.protocol import Fsync
 from swift_ft.log.segment import Ending, scan
 from swift_ft_services.logserver.append_session import Commits
-from swift_ft_services.logserver.core import StreamState
+from swift_ft_services.logserver.core import Refused, StreamState
 from swift_ft_services.logserver.engine import LogEngine
 from swift_ft_services.logserver.segments import Segment, StorageFailed, StorageFull
-from swift_ft_services.logserver.state import AppendCall, EngineConfig, Refused, ServerState
+from swift_ft_services.logserver.state import AppendCall, EngineConfig, ServerState
 from swift_ft_services.logserver.storage import RESERVE, DirectoryStorage
 from swift_ft_services.logserver.storage_interface import Write
 from tests.sim.server import Unlocked

@@ -21,7 +21,6 @@ from swift_ft.log.frame import (
     FIXED_BYTES,
     FrameHeader,
     FrameIncomplete,
-    checksum,
     decode_header,
     decode_record,
     encode_header,
@@ -65,7 +64,7 @@ def make_frame(
         codec=CODECS[used],
         raw_bytes=len(body),
         stored_bytes=len(stored),
-        body_crc=checksum(stored),
+        body_crc=crc32c.crc32c(stored),
         digest=digest_of(dtype, shape, body),
     )
     return header, encode_header(header) + bytes(stored)

@@ -1,19 +1,23 @@
 """What a writer does with a server's answers: `LinkCore`, without a connection."""
 
+from dataclasses import replace
+
+import crc32c
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swift_ft._pb import log_pb2
-from swift_ft.errors import LogUnavailable, SequenceConflict, ServiceError, StaleGeneration
-from swift_ft.log.frame import BODY_BYTES_MAX, MESSAGE_BYTES, Assembler, checksum, decode_header
+from swift_ft.errors import LogUnavailable, SequenceConflict, ServiceError, StaleGeneration, UsageError
+from swift_ft.log.frame import BODY_BYTES_MAX, MESSAGE_BYTES, Assembler, decode_header
 from swift_ft.log.protocol import MESSAGE_BYTES_MAX, Reason, split_frames
 from swift_ft.log.record import RecordKey, digest_of, stream_tag
 from swift_ft.log.sender_core import BATCH_BYTES, FULL_RETRY_S, RETRY_S, LinkCore, Outgoing
-from tests.unit.log.frames import JOB, STREAM, body_of
+from swift_ft.log.shared_memory import PLACE
+from tests.unit.log.frames import JOB, STREAM, body_of, frame_of
 
 SIZES = [1, BATCH_BYTES - 1000, BATCH_BYTES, MESSAGE_BYTES - 1, MESSAGE_BYTES, MESSAGE_BYTES + 1]
-ZEROS = {size: checksum(bytes(size)) for size in SIZES}
+ZEROS = {size: crc32c.crc32c(bytes(size)) for size in SIZES}
 
 
 def outgoing(step: int) -> Outgoing:
@@ -26,7 +30,7 @@ def outgoing(step: int) -> Outgoing:
         raw_bytes=len(body),
         codec=0,
         stored=body,
-        body_crc=checksum(body),
+        body_crc=crc32c.crc32c(body),
         digest=digest_of("uint8", (len(body),), body),
     )
 
@@ -88,6 +92,49 @@ def test_what_was_not_acknowledged_is_sent_again_under_its_sequences(core: LinkC
     assert core.pending == 2
     assert acked(core, again, 8) == 2
     assert core.pending == 0
+
+
+def in_memory(message: bytes | None) -> list[tuple[int, int]]:
+    """Sequence and place of each frame."""
+    assert message is not None
+    shared, found = log_pb2.AppendRequest.FromString(message).shared, []
+    while shared:
+        header = decode_header(shared)
+        shared = shared[header.header_bytes :]
+        found.append((header.sequence, *PLACE.unpack_from(shared)))
+        shared = shared[PLACE.size :]
+    return found
+
+
+def test_bodies_that_the_server_can_read_are_not_sent(core: LinkCore) -> None:
+    places = [100, -1, 300, 400]  # the second one is compressed
+    core.enqueue(outgoing(3), 0.0)
+    for record, place in zip(core._streams[STREAM].unsent, places, strict=True):
+        record.place = place
+    number, _ = opened(core, 0)
+    core.share(number)
+    assert in_memory(core.next_message(number)) == [(0, 100)]
+    assert sequences(core.next_message(number)) == [1]
+    assert in_memory(core.next_message(number)) == [(2, 300), (3, 400)]
+    assert core._credit == (1 << 20) - sum(len(frame_of(sequence)[1]) for sequence in range(4))
+    core.on_failure(number, "", "gone", ServiceError("gone"))
+    again, _ = opened(core, 0)
+    core.share(number)  # of a call that is over
+    assert sequences(core.next_message(again)) == [0, 1, 2, 3]
+
+
+def test_a_body_in_memory_is_as_large_as_one_that_is_sent(core: LinkCore) -> None:
+    number, _ = opened(core, 0, credit=1 << 30)
+    core.share(number)
+    core.next_message(number)
+    for step in range(4):
+        core.enqueue(replace(sized(step, BATCH_BYTES, STREAM), place=step * BATCH_BYTES), 0.0)
+    assert [len(in_memory(core.next_message(number))) for _ in range(4)] == [1, 1, 1, 1]
+    core.on_reply(number, log_pb2.AppendReply(welcome=log_pb2.Welcome(body_bytes_max=BATCH_BYTES - 1)), 0.0)
+    core.enqueue(replace(sized(4, BATCH_BYTES, STREAM), place=0), 0.0)
+    assert core.next_message(number) is None
+    with pytest.raises(UsageError, match="are more than log server here accepts"):
+        raise core.error(0.0, 0.0) or AssertionError
 
 
 def test_nothing_is_sent_without_credit(core: LinkCore) -> None:

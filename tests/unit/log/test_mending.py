@@ -13,9 +13,9 @@ from swift_ft.log.frame import Assembler
 from swift_ft.log.protocol import Reason
 from swift_ft.log.segment import SEGMENT_HEADER_BYTES, Ending, walk
 from swift_ft_services.logserver.append_session import Appends, Commits
-from swift_ft_services.logserver.core import Hole, StreamState
+from swift_ft_services.logserver.core import Hole, Refused, StreamState
 from swift_ft_services.logserver.disk import RealFile
-from swift_ft_services.logserver.state import AppendCall, EngineConfig, Refused, ServerState
+from swift_ft_services.logserver.state import AppendCall, EngineConfig, ServerState
 from swift_ft_services.logserver.storage import DirectoryStorage
 from swift_ft_services.logserver.storage_interface import Write
 from tests.unit.log.append_call import Call
@@ -78,7 +78,7 @@ class Server:
         """As a reader or the start finds it. ``index``: their headers can be read."""
         for sequence in range(begin, end if not index else begin):
             self.stream.remove(self.stream.by_sequence[sequence])
-        self.state.space.recount(self.state.core, trimmed=False)
+        self.state.space.recount(self.state.core)
         self.stream.insert_hole(Hole(begin, end, end, "a checksum", gone))
 
     def holes(self) -> list[tuple[int, int]]:
@@ -309,7 +309,7 @@ def check(storage: DirectoryStorage, directory: Path, count: int, mended: int) -
         wanted = frame_of(sequence, generation=2 if sequence == mended else 1)[1]
         assert frame_in(storage, STREAM, sequence) == wanted, sequence
     found = recovered(directory)
-    assert (found.holes, sequences(found), found.next_sequence) == ([], list(range(count)), count)
+    assert (found.holes, sequences(found), found.appended) == ([], list(range(count)), count)
 
 
 @pytest.mark.parametrize("sequence", [0, 1, 30, 59])
@@ -382,6 +382,16 @@ def test_what_is_in_no_file_cannot_be_mended(directory: Path) -> None:
     lost = mending(7)
     other = Write(JOB, "s9.F", 0, [frame_of(0, stream="s9.F")[1]], mends=True)
     assert storage.commit([lost, other], True) == [lost, other]
+    storage.close()
+
+
+def test_what_somebody_has_removed_cannot_be_mended_and_concerns_nobody_else(directory: Path) -> None:
+    storage = on_disk(directory, generation=2)
+    fill(storage, 0, 3)
+    segment(directory).unlink()
+    lost = mending(1)
+    for number in range(2):  # its file was still written to, and is not any more
+        assert storage.commit([lost, write(number, "s1.F")], True) == [lost]
     storage.close()
 
 

@@ -12,9 +12,10 @@ from swift_ft.log.segment import SEGMENT_HEADER_BYTES
 from swift_ft_services.logserver.administration import Administration, DiskWatch
 from swift_ft_services.logserver.append_session import Appends, Commits
 from swift_ft_services.logserver.committer import Committer
+from swift_ft_services.logserver.core import Refused
 from swift_ft_services.logserver.disk import RealFile
 from swift_ft_services.logserver.reading import Reading
-from swift_ft_services.logserver.state import EngineConfig, Refused, ServerState
+from swift_ft_services.logserver.state import EngineConfig, ServerState
 from swift_ft_services.logserver.storage import DirectoryStorage
 from swift_ft_services.logserver.storage_interface import Place, Write
 from tests.unit.log.frames import JOB, STREAM, frame_of
@@ -65,7 +66,7 @@ def directory(tmp_path: Path) -> Path:
 def check(directory: Path, count: int) -> None:
     """What the next server finds."""
     found = recovered(directory)
-    assert (found.holes, sequences(found), found.next_sequence) == ([], list(range(count)), count)
+    assert (found.holes, sequences(found), found.appended) == ([], list(range(count)), count)
 
 
 def damage_header(path: Path) -> None:
@@ -217,7 +218,7 @@ def test_a_kill_while_a_smaller_frame_takes_its_place_leaves_no_record_that_neve
             server.commit()
     crash(server.files)
     found = recovered(directory)
-    assert found.next_sequence == 2
+    assert found.appended == 2
     assert [(hole.sequence, hole.end_sequence) for hole in found.holes] in ([(1, 2)], [])
     if killed_at == "write":  # or any part of it was there
         begin = SEGMENT_HEADER_BYTES + FRAME
@@ -225,7 +226,7 @@ def test_a_kill_while_a_smaller_frame_takes_its_place_leaves_no_record_that_neve
             path.write_bytes(before[0][:begin] + frame_of(1)[1][: cut - begin] + before[0][cut:])
             found = recovered(directory)
             assert [(hole.sequence, hole.end_sequence) for hole in found.holes] == [(1, 2)]
-            assert found.next_sequence == 2
+            assert found.appended == 2
     server = Started(directory)
     session = server.connect(acked=1)
     server.send(session, 1, 2)

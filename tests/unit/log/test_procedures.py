@@ -6,9 +6,10 @@ from swift_ft.log.manifest import JobMeta
 from swift_ft.log.protocol import Reason
 from swift_ft_services.logserver import procedures
 from swift_ft_services.logserver.append_session import Appends, Commits
-from swift_ft_services.logserver.core import Refusal, StreamState
-from swift_ft_services.logserver.procedures import Clean, Emit, Procedure, Save, Settle
-from swift_ft_services.logserver.state import EngineConfig, Refused, ServerState
+from swift_ft_services.logserver.core import JobState, Refused, StreamState
+from swift_ft_services.logserver.procedures import Clean, Procedure, Save, Settle
+from swift_ft_services.logserver.quotas import Notice
+from swift_ft_services.logserver.state import EngineConfig, ServerState
 from swift_ft_services.logserver.storage_interface import RecoveredJob
 from tests.sim.server import Unlocked
 from tests.unit.log.frames import JOB, STREAM, frame_of
@@ -37,7 +38,7 @@ def started(storage: MemoryStorage) -> ServerState:
     state = ServerState(storage, EngineConfig(), Unlocked())
     appends = Appends(state, Commits(state))
     for job, meta in storage.metas.items():
-        appends.take_over(RecoveredJob(job, meta, []), 0.0)
+        appends.take_over(RecoveredJob(JobState(job), meta), 0.0)
     return state
 
 
@@ -48,7 +49,7 @@ def test_a_fence_is_durable_before_it_is_answered() -> None:
     save = next(fence)
     assert isinstance(save, Save)
     assert save.meta.generation == 3
-    assert isinstance(next(fence), Emit)
+    assert isinstance(next(fence), Notice)
 
 
 def test_a_trim_is_durable_before_anything_is_unlinked() -> None:
@@ -57,7 +58,7 @@ def test_a_trim_is_durable_before_anything_is_unlinked() -> None:
     for sequence in range(3):
         append(state, sequence)
     steps = list(procedures.trim(state, state.core.job(JOB), 2))
-    assert [type(step) for step in steps] == [Save, Clean, Emit]
+    assert [type(step) for step in steps] == [Save, Clean, Notice]
 
 
 def test_a_reset_is_carried_out_once_however_late_it_comes_again() -> None:
@@ -66,7 +67,7 @@ def test_a_reset_is_carried_out_once_however_late_it_comes_again() -> None:
     state = started(storage)
     carry_out(state, procedures.fence(state, JOB, 1, 0.0))
     assert append(state, 0).by_sequence
-    assert carry_out(state, procedures.reset(state, JOB, 1)) == ["Settle", "Save", "Clean", "Emit"]
+    assert carry_out(state, procedures.reset(state, JOB, 1)) == ["Settle", "Save", "Clean", "Notice"]
     stream = append(state, 1)
     assert carry_out(state, procedures.reset(state, JOB, 1)) == []
     assert list(stream.by_sequence) == [1]
@@ -118,10 +119,11 @@ def test_behind_a_reset_steps_that_were_trimmed_may_come_again() -> None:
         append(state, sequence)
     job = state.core.job(JOB)
     carry_out(state, procedures.trim(state, job, 3))
-    assert state.core.check_readable(job, 1) is not None
+    with pytest.raises(Refused):
+        state.core.check_readable(job, 1)
     carry_out(state, procedures.fence(state, JOB, 2, 0.0))
     carry_out(state, procedures.reset(state, JOB, 2))
-    assert state.core.check_readable(job, 1) is None
+    state.core.check_readable(job, 1)
     assert started(storage).core.job(JOB).trimmed_below_step == 0
     assert carry_out(state, procedures.trim(state, job, 2)), "it is trimmed anew"
     assert (job.trimmed_below_step, job.trim_recorded) == (2, 2)
@@ -135,7 +137,7 @@ def test_a_reset_that_was_not_recorded_is_carried_out_again() -> None:
     while not isinstance(next(broken), Save):
         pass
     broken.close()  # the disk was full
-    assert carry_out(state, procedures.reset(state, JOB, 1)) == ["Settle", "Save", "Clean", "Emit"]
+    assert carry_out(state, procedures.reset(state, JOB, 1)) == ["Settle", "Save", "Clean", "Notice"]
 
 
 def test_a_trim_that_could_not_be_recorded_is_owed() -> None:
@@ -147,12 +149,12 @@ def test_a_trim_that_could_not_be_recorded_is_owed() -> None:
     refused = procedures.trim(state, job, 2)
     assert isinstance(next(refused), Save)
     with pytest.raises(Refused):
-        refused.throw(Refused(Refusal(Reason.FULL, "no space left")))
+        refused.throw(Refused(Reason.FULL, "no space left"))
     save, clean, said = procedures.trim(state, job, 2)
     assert isinstance(save, Save)
     assert (save.meta.trimmed_below_step, save.meta.streams[STREAM].first) == (2, 2)
     assert clean == Clean([stream])
-    assert said == Emit("trimmed", {"job": JOB, "below_step": 2})
+    assert said == Notice("trimmed", {"job": JOB, "below_step": 2})
     assert list(procedures.trim(state, job, 2)) == []
 
 

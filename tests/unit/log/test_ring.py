@@ -348,7 +348,7 @@ def test_a_sleeping_consumer_is_woken(world: World) -> None:
         woken.clear()
         thread = threading.Thread(target=sleep)
         thread.start()
-        while not world.memory.load(Word.CONSUMER_SLEEPS):
+        while not world.memory.load(Word.WAKE_AT):
             time.sleep(0.0005)
         assert not woken.is_set()
         assert world.push(b"x") > 0
@@ -358,6 +358,27 @@ def test_a_sleeping_consumer_is_woken(world: World) -> None:
         assert entry is not None
         world.consumer.release(entry.end)
         del entry
+
+
+def test_a_consumer_that_wants_more_sleeps_until_it_is_there(world: World) -> None:
+    pushed, woken = 0, threading.Event()
+    enough = 3 * HEADER_BYTES
+
+    def sleep() -> None:
+        world.consumer.sleep(30.0, enough)
+        woken.set()
+
+    thread = threading.Thread(target=sleep)
+    thread.start()
+    while not world.memory.load(Word.WAKE_AT):
+        time.sleep(0.0005)
+    while world.consumer.unread < enough:
+        assert not woken.wait(0.02)
+        assert world.push(b"x") > 0
+        pushed += 1
+    assert woken.wait(5.0)
+    thread.join()
+    assert pushed > 1
 
 
 def test_other_memory_is_no_ring() -> None:

@@ -6,13 +6,16 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from typing import Any
 
 import pytest
 
 from swift_ft.log import sidecar
+from swift_ft.log.reader import Holdings, LogReader
 from swift_ft.log.ring import Memory, Word, header_of, producer
+from swift_ft.log.sender_core import BATCH_BYTES
 from swift_ft.log.sidecar import RingWriter
-from tests.log_client import Writer
+from tests.log_client import Writer, close_links
 from tests.unit.log.service import JOB, InProcess, eventually
 from tests.unit.log.test_writer_reader import TIMEOUT_S, key
 
@@ -28,7 +31,9 @@ def for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
 class Pumped:
     """A RingWriter and what a trainer has of it, in one process."""
 
-    def __init__(self, running: InProcess, capacity: int = 1 << 20) -> None:
+    def __init__(
+        self, running: InProcess, capacity: int = 1 << 20, *, resumed: bool = False, by_itself: bool = True
+    ) -> None:
         self._over = threading.Event()
         self.memory, self.wake = Memory.create(capacity), os.eventfd(0)
         self.memory.set_stream(0, "s0.F")
@@ -36,9 +41,9 @@ class Pumped:
         self.batches: list[int] = []
         handle = running.engine.handle
 
-        def counted(session: object, frames: memoryview) -> None:
-            self.batches.append(len(frames))
-            handle(session, frames)  # type: ignore[arg-type]
+        def counted(session: object, frames: memoryview, shared: bytes) -> None:
+            self.batches.append(len(frames) + len(shared))
+            handle(session, frames, shared)  # type: ignore[arg-type]
 
         running.engine.handle = counted  # type: ignore[method-assign, assignment]
         self.writer = RingWriter(
@@ -49,10 +54,12 @@ class Pumped:
             servers={running.address: 1},
             job=JOB,
             generation=1,
+            resumed=resumed,
         )
         self._thread = threading.Thread(target=self._pump)
-        self._thread.start()
-        eventually(lambda: self.memory.load(Word.CONSUMER_SLEEPS))
+        if by_itself:
+            self._thread.start()
+            eventually(lambda: self.memory.load(Word.WAKE_AT))
 
     def _pump(self) -> None:
         while not self._over.is_set():
@@ -70,9 +77,10 @@ class Pumped:
     def close(self) -> None:
         self._over.set()
         self.writer.want(1 << 62)
-        self._thread.join(TIMEOUT_S)
+        if self._thread.ident is not None:
+            self._thread.join(TIMEOUT_S)
         assert not self._thread.is_alive()
-        self.writer.delivery.close()
+        close_links(self.writer)
         self.producer.close()
         os.close(self.wake)
 
@@ -94,6 +102,7 @@ def test_records_of_a_step_go_out_together() -> None:
         time.sleep(0.2)  # for a sidecar that does not gather
         assert not one.batches
         one.memory.store(Word.FLOOR_AT, end)  # as the trainer does at the end of a step
+        os.eventfd_write(one.wake, 1)
         eventually(lambda: one.tail == end)
         assert len(one.batches) <= 3
 
@@ -109,6 +118,7 @@ def test_who_flushes_does_not_wait_for_others_of_the_step() -> None:
 def test_a_replay_does_not_gather() -> None:
     with pumped() as one:
         one.memory.store(Word.URGENT, 1)
+        os.eventfd_write(one.wake, 1)  # as the trainer does
         for step in range(3):
             end = one.put(step)
             eventually(lambda end=end: one.tail == end)  # type: ignore[misc]
@@ -125,7 +135,60 @@ def test_a_trainer_that_waits_for_room_does_not_wait_for_itself() -> None:
     with pumped() as one:
         end = one.put(0)
         one.memory.store(Word.PRODUCER_WAITS, 1)
+        os.eventfd_write(one.wake, 1)  # as the trainer does
         eventually(lambda: one.tail == end)
+
+
+def test_one_that_never_catches_up_pauses_after_each_batch_and_forgets_old_steps() -> None:
+    with InProcess() as running, closing(Pumped(running, 8 << 20, by_itself=False)) as one:
+
+        def put(step: int) -> int:
+            end = one.put(step, b"\1" * BATCH_BYTES)
+            one.memory.store(Word.FLOOR_AT, end)  # as the trainer does at the end of a step
+            one.memory.store(Word.FLOOR, step + 1)
+            return end
+
+        ends = [put(step) for step in range(3)]
+        for step in range(3):
+            one.writer.pump()
+            assert one.writer._consumer.position == ends[step]
+            ends.append(put(step + 3))
+        assert one.writer._known == {"s0.F": {}}
+        for _ in range(3):
+            one.writer.pump()
+        eventually(lambda: (one.writer.changed(), one.tail == ends[-1])[1])
+
+
+def test_what_is_left_of_a_batch_is_not_gathered_again() -> None:
+    with InProcess() as running, closing(Pumped(running, 16 << 20, by_itself=False)) as one:
+        ends = [one.put(step, b"\1" * BATCH_BYTES) for step in range(4)]
+        for end in ends:
+            one.writer.pump()
+            assert one.writer._consumer.position == end
+
+
+def test_a_successor_is_patient_with_a_server_that_does_not_say_what_it_has_trimmed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    holdings, troubles = LogReader.holdings, []
+    with InProcess() as running:
+        with closing(Writer([running.address], JOB, 1)) as writer:
+            for step in range(6):
+                writer.append("s0.F", key(step), "uint8", (5,), bytes(5))
+            writer.flush(TIMEOUT_S)
+        running.engine.administration.trim(JOB, 4)
+        with closing(Pumped(running, resumed=True, by_itself=False)) as one:
+
+            def silent(*args: Any, **options: Any) -> Holdings | None:
+                troubles.append(one.writer.trouble())
+                return holdings(*args, **options) if len(troubles) > 3 else None
+
+            monkeypatch.setattr(LogReader, "holdings", silent)
+            one.memory.store(Word.URGENT, 1)
+            one.put(6)
+            one.writer.pump()
+            assert troubles == [None] * 4
+            assert one.writer.trouble() is None
 
 
 def test_who_replays_or_may_drop_records_does_not_gather() -> None:
@@ -138,11 +201,26 @@ def test_who_replays_or_may_drop_records_does_not_gather() -> None:
                 assert writer._memory.load(Word.URGENT) == keep
 
 
-def test_the_end_of_a_step_sends_its_records() -> None:
+def test_the_end_of_a_step_sends_its_records(monkeypatch: pytest.MonkeyPatch) -> None:
     """(the trainer's part of it)"""
     with InProcess() as running, closing(Writer([running.address], JOB, 1)) as writer:
         write, written = os.eventfd_write, []
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(os, "eventfd_write", lambda fd, value: (written.append(fd), write(fd, value))[1])
-            writer.forget_below(1)
+        monkeypatch.setattr(os, "eventfd_write", lambda fd, value: (written.append(fd), write(fd, value))[1])
+        writer.forget_below(1)
         assert written == [writer._wake]
+
+
+def test_who_begins_a_replay_wakes_the_sidecar(monkeypatch: pytest.MonkeyPatch) -> None:
+    with InProcess() as running, closing(Writer([running.address], JOB, 1)) as writer:
+        write, written = os.eventfd_write, []
+        monkeypatch.setattr(os, "eventfd_write", lambda fd, value: (written.append(fd), write(fd, value))[1])
+        writer.append("s0.F", key(0), "uint8", (5,), bytes(5), keep=True)
+        assert writer._wake in written
+
+
+def test_the_ring_says_when_the_trainer_has_renewed_its_lease() -> None:
+    with InProcess() as running:
+        with closing(Writer([running.address], JOB, 1)) as writer:
+            writer.renewed(2.5)
+            assert writer._memory.load(Word.RENEWED) == 2_500_000_000
+        writer.renewed(3.0)  # the lease's thread does not know that it is closed

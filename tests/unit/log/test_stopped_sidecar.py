@@ -1,8 +1,7 @@
-"""A sidecar that was stopped, and is to be told more than its socket takes: nobody waits for it for ever."""
+"""A sidecar that was stopped: nobody waits for it for ever."""
 
 import os
 import signal
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,13 +12,12 @@ from swift_ft.errors import LogInterrupted
 from swift_ft.log import sidecar_client
 from swift_ft.log.record import RecordKey
 from swift_ft.log.sidecar import is_running
-from swift_ft.log.sidecar_client import Line
 from tests.log_client import Writer
 from tests.unit.log.service import JOB, InProcess, eventually
 from tests.unit.log.test_writer_reader import TIMEOUT_S, put
 
-MANY = {RecordKey(step, 0, 0): bytes(16) for step in range(1000, 21_000)}
-"""Known of the server: far more than a socket takes (about 200 kB)."""
+MANY = {RecordKey(step, 0, 0): bytes(16) for step in range(1000, 2000)}
+"""Known of the server: more than one message."""
 
 
 @pytest.fixture
@@ -118,17 +116,14 @@ def test_one_that_is_stopped_while_it_works_is_told_much(
     writer.close()
 
 
-def test_what_a_line_does_not_take_at_once_comes_in_order() -> None:
-    ours, theirs = socket.socketpair()
-    line = Line(ours)
-    words = [b"%06d" % number * 1000 for number in range(200)]
-    assert ends(lambda: [line.put(word) for word in words])
-    with theirs.makefile("rb") as arriving:
-        assert arriving.read(len(b"".join(words))) == b"".join(words)
-        line.put(b"and then\n")
-        assert arriving.readline() == b"and then\n"
-        assert ends(lambda: [line.put(word) for word in words])
-        line.close()  # whoever is blocked in it goes
-        line.put(b"nobody")
-    theirs.close()
-    eventually(lambda: not any(thread.name == "log-sidecar-line" for thread in threading.enumerate()))
+def test_one_that_does_not_read_is_replaced(running: InProcess, once: Path) -> None:
+    writer = Writer([running.address], JOB, 1)
+    writer.await_ready()
+    os.kill(writer.pid, signal.SIGSTOP)
+    with writer.changed:
+        for _ in range(100):
+            writer._send({"id": 0, "do": "go", "more": "x" * 10_000})
+    put(writer, 0)
+    writer.flush(TIMEOUT_S)
+    assert (writer.stats.records, writer.restarts) == (1, 1)
+    writer.close()

@@ -23,10 +23,11 @@ from swift_ft.log.segment import (
     padding,
     scan,
 )
+from swift_ft_services.logserver.core import StreamState
 from swift_ft_services.logserver.disk import LOCK, RealDisk
 from swift_ft_services.logserver.segments import StorageFailed, StorageFull
 from swift_ft_services.logserver.storage import RESERVE, DirectoryStorage
-from swift_ft_services.logserver.storage_interface import RecoveredStream, Storage, Write
+from swift_ft_services.logserver.storage_interface import RecoveredJob, Storage, Write
 from tests.unit.log.frames import JOB, STREAM, body_of, frame_of
 from tests.unit.log.memory_storage import MemoryStorage
 
@@ -67,10 +68,11 @@ def crash(storage: DirectoryStorage) -> None:
         for segment in segments:
             if segment.file is not None:
                 segment.file.close()
+    storage._acked.close()
     storage._disk.close()
 
 
-def recovered(directory: Path, stream: str = STREAM) -> RecoveredStream:
+def recovered_job(directory: Path) -> RecoveredJob:
     """What a server finds that starts on a copy of the directory."""
     copy = directory.with_name(directory.name + "-copy")
     shutil.rmtree(copy, ignore_errors=True)
@@ -79,11 +81,15 @@ def recovered(directory: Path, stream: str = STREAM) -> RecoveredStream:
     jobs = storage.recover()
     crash(storage)
     assert not jobs[0].apart, jobs[0].apart
-    return next(found for found in jobs[0].streams if found.name == stream)
+    return jobs[0]
 
 
-def sequences(found: RecoveredStream) -> list[int]:
-    return [entry.sequence for entry in found.entries]
+def recovered(directory: Path, stream: str = STREAM) -> StreamState:
+    return recovered_job(directory).state.streams[stream]
+
+
+def sequences(found: StreamState) -> list[int]:
+    return list(found.by_sequence)
 
 
 def frames_only(path: Path, count: int) -> bytes:
@@ -146,8 +152,10 @@ def test_everything_comes_back_after_close_and_after_a_crash(tmp_path: Path) -> 
         assert (job.name, job.meta.generation) == (JOB, 3)
         (found,) = job.streams
         assert sequences(found) == list(range(12))
-        assert (found.next_sequence, found.holes, found.torn_bytes) == (12, [], 0)
-        assert [entry.digest for entry in found.entries] == [frame_of(i)[0].digest for i in range(12)]
+        assert (found.appended, found.holes, job.torn_bytes) == (12, [], {})
+        assert [entry.digest for entry in found.by_sequence.values()] == [
+            frame_of(i)[0].digest for i in range(12)
+        ]
         fill(again, 12, 14)
         assert frame_in(again, STREAM, 13) == frame_of(13)[1]
         again.close()
@@ -163,9 +171,10 @@ def test_fault_11_a_torn_tail_is_cut_and_counted(tmp_path: Path) -> None:
     whole = frames_only(path, 3)
     for cut in range(1, FRAME + 1):
         path.write_bytes(whole[:-cut])
-        found = recovered(tmp_path / "data")
+        job = recovered_job(tmp_path / "data")
+        found = job.state.streams[STREAM]
         assert sequences(found) == [0, 1]
-        assert found.torn_bytes == FRAME - cut
+        assert job.torn_bytes[STREAM] == FRAME - cut
         assert found.holes == []
     path.write_bytes(whole[:-5])
     again = DirectoryStorage(tmp_path / "data", 1 << 20)
@@ -191,7 +200,7 @@ def test_fault_12_damage_in_the_middle_is_a_hole_and_stays_one(tmp_path: Path) -
             [(1, 2, 3)],  # the header is damaged: the next record bounds it
             [(1, 2, 2)],  # the body is: its own step does
         )
-        assert found.next_sequence == 4
+        assert found.appended == 4
     # A server goes on in a new file, and the next one finds the same damage.
     again = DirectoryStorage(tmp_path / "data", 1 << 20)
     again.recover()
@@ -250,7 +259,7 @@ def test_damage_at_the_very_end_is_a_hole_not_a_short_log(tmp_path: Path) -> Non
         path.write_bytes(bytes(changed))
         found = recovered(tmp_path / "data")
         assert [(hole.sequence, hole.end_sequence) for hole in found.holes] == [(2, 3)]
-        assert found.next_sequence == 3
+        assert found.appended == 3
 
 
 def test_fault_15_a_sealed_file_cut_on_a_record_boundary(tmp_path: Path) -> None:
@@ -298,7 +307,7 @@ def test_removal_leaves_whole_segments_that_are_needed(tmp_path: Path) -> None:
     assert storage.remove(JOB, STREAM, 12) == 0
     crash(storage)
     found = recovered(tmp_path / "data")
-    assert (found.next_sequence, found.entries, found.holes) == (12, [], [])
+    assert (found.appended, found.by_sequence, found.holes) == (12, {}, [])
 
 
 def test_a_removal_that_a_kill_interrupted_is_finished_at_the_start(tmp_path: Path) -> None:

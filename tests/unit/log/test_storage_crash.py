@@ -163,13 +163,13 @@ def check(
         assert acknowledged < 0, what
     for stream in job.streams:
         assert not stream.holes, (what, stream.holes)
-        assert stream.next_sequence > acknowledged, what
+        assert stream.appended > acknowledged, what
         assert stream.first <= first, what
-        found = [entry.sequence for entry in stream.entries]
-        assert found == list(range(stream.first, stream.next_sequence)), what
-        for entry in stream.entries:
+        found = list(stream.by_sequence)
+        assert found == list(range(stream.first, stream.appended)), what
+        for entry in stream.by_sequence.values():
             frame = frame_in(again, STREAM, entry.sequence)
             assert frame == frame_of(entry.sequence)[1], what
         # And it goes on from there.
-        again.commit([Write(JOB, STREAM, stream.next_sequence, [frame_of(stream.next_sequence)[1]])], True)
+        again.commit([Write(JOB, STREAM, stream.appended, [frame_of(stream.appended)[1]])], True)
     again.close()

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from swift_ft._pb import log_pb2
 from swift_ft.errors import LogUnavailable, RecordMissing
 from swift_ft.log import admin
-from swift_ft.log.admin import StreamInventory
 from swift_ft.log.reader import LogReader, never
 from swift_ft.log.record import MARK_SLOT, Dropped, Steps, hull
 from swift_ft.tools.log_contents import DirectoryLog
@@ -52,7 +52,7 @@ def put(writer: Writer, step: int, microbatch: int = 0, keep: bool = False) -> b
     return writer.append(STREAM, key(step, microbatch), "uint8", (len(BODY),), BODY, keep=keep)
 
 
-def inventory(server: InProcess) -> StreamInventory:
+def inventory(server: InProcess) -> log_pb2.StreamInventory:
     (found,) = admin.inventory(server.address, JOB, TIMEOUT_S)
     return found
 
@@ -97,7 +97,7 @@ def test_a_full_queue_never_holds_the_caller_up_and_what_is_missing_is_in_the_lo
         assert put(writer, last + 1, 1)
         assert writer.unlogged.news() is None
         writer.flush(TIMEOUT_S)
-        assert inventory(server).unlogged == Steps(first, last)
+        assert admin.unlogged(inventory(server)) == Steps(first, last)
         assert inventory(server).marks == 1
         there = steps_there(server)
         assert all(there[step] == 2 for step in range(first))
@@ -112,7 +112,7 @@ def test_nothing_behind_a_gap_is_in_the_log_without_its_mark() -> None:
         eventually(lambda: writer.queued_bytes <= QUEUE_BYTES // 2)
         assert put(writer, first + 1)
         eventually(lambda: first + 1 in steps_there(server))  # without a flush: a killed writer makes none
-        assert inventory(server).unlogged == Steps(first, first)
+        assert admin.unlogged(inventory(server)) == Steps(first, first)
 
 
 def test_a_flush_declares_what_no_later_record_has_declared() -> None:
@@ -121,10 +121,10 @@ def test_a_flush_declares_what_no_later_record_has_declared() -> None:
         gate.open.set()
         writer.set_generation(1)  # as before a report
         writer.flush(TIMEOUT_S)
-        assert inventory(server).unlogged == Steps(first, first)
+        assert admin.unlogged(inventory(server)) == Steps(first, first)
         assert put(writer, first, 1)  # the step is done again: now there is room
         writer.flush(TIMEOUT_S)
-        assert inventory(server).unlogged == Steps(first, first)  # and yet nobody replays it
+        assert admin.unlogged(inventory(server)) == Steps(first, first)  # and yet nobody replays it
 
 
 def test_a_trim_forgets_it_with_the_last_step_and_not_before() -> None:
@@ -135,9 +135,9 @@ def test_a_trim_forgets_it_with_the_last_step_and_not_before() -> None:
         gate.open.set()
         writer.flush(TIMEOUT_S)
         admin.trim(server.address, JOB, first + 4, TIMEOUT_S)
-        assert inventory(server).unlogged == Steps(first, first + 4)
+        assert admin.unlogged(inventory(server)) == Steps(first, first + 4)
         admin.trim(server.address, JOB, first + 5, TIMEOUT_S)
-        assert inventory(server).unlogged is None
+        assert admin.unlogged(inventory(server)) is None
 
 
 def test_a_reader_of_a_declared_step_does_not_wait() -> None:
@@ -174,7 +174,7 @@ def test_what_must_be_kept_waits() -> None:
         assert kept.wait(TIMEOUT_S)
         thread.join()
         writer.flush(TIMEOUT_S)
-        assert inventory(server).unlogged == Steps(first, first)  # the mark came first
+        assert admin.unlogged(inventory(server)) == Steps(first, first)  # the mark came first
         assert writer.stats.blocked_seconds > 0.0
 
 
@@ -189,7 +189,7 @@ def test_a_log_that_takes_nothing_for_long_ends_nothing() -> None:
         assert put(writer, first + 2)
         writer.set_generation(1)  # as before a report: what was wrong is forgotten
         writer.flush(TIMEOUT_S)
-        assert inventory(server).unlogged == Steps(first, first + 1)
+        assert admin.unlogged(inventory(server)) == Steps(first, first + 1)
 
 
 def test_an_emptied_log_lacks_nothing() -> None:
@@ -202,7 +202,7 @@ def test_an_emptied_log_lacks_nothing() -> None:
         assert put(writer, 0)
         writer.flush(TIMEOUT_S)
         found = inventory(server)
-        assert (found.unlogged, found.records) == (None, 1)
+        assert (admin.unlogged(found), found.records) == (None, 1)
         assert writer.unlogged.news() is None
 
 
@@ -212,7 +212,7 @@ def test_a_predecessor_may_have_dropped_something() -> None:
         assert put(writer, 7)
         writer.flush(TIMEOUT_S)
         found = inventory(server)
-        assert (found.unlogged, found.records) == (Steps(0, 6), 2)
+        assert (admin.unlogged(found), found.records) == (Steps(0, 6), 2)
 
 
 def test_who_waits_for_a_record_already_is_freed_by_its_declaration() -> None:
@@ -242,7 +242,9 @@ def test_what_is_declared_at_once_is_not_waited_for_and_comes_by_itself() -> Non
         gate.open.set()
         wanted = {STREAM: Steps(2, 3), "other": Steps(3, 3)}
         deadline = time.monotonic() + TIMEOUT_S
-        while {s.stream: s.unlogged for s in admin.inventory(server.address, JOB, TIMEOUT_S)} != wanted:
+        while {
+            s.stream: admin.unlogged(s) for s in admin.inventory(server.address, JOB, TIMEOUT_S)
+        } != wanted:
             assert time.monotonic() < deadline
         writer.declare()  # nothing is due any more
         writer.flush(TIMEOUT_S)

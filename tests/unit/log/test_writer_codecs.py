@@ -62,7 +62,7 @@ def test_no_codec_changes_what_a_replay_compares(server: InProcess, logged: str,
 def test_a_link_knows_its_pace_after_some_records(server: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swift_ft.log.sender_core.LinkMeter.WINDOW_S", 0.0)
     writer = writer_with(server, "none")
-    (link,) = writer.delivery.links.values()
+    (link,) = writer.sending.links.values()
     assert link.pace() is None
     append(writer, 0)
     writer.flush(TIMEOUT_S)

@@ -20,7 +20,7 @@ from swift_ft.errors import (
     RecordTrimmed,
     UsageError,
 )
-from swift_ft.log import admin
+from swift_ft.log import admin, sender, sender_core
 from swift_ft.log.reader import LogReader, StreamCursor, never
 from swift_ft.log.record import RecordKey
 from swift_ft_services.logserver.storage import DirectoryStorage
@@ -187,8 +187,13 @@ def test_following_a_stream_that_is_being_written(server: InProcess) -> None:
         assert got == [step * 100 for step in range(2, 30)]
 
 
-def test_large_records_travel_in_pieces_between_small_ones(tmp_path: Path) -> None:
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_large_records_travel_in_pieces_between_small_ones(
+    elsewhere: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Sizes around that of a message; over files that end between them; read in order and verified."""
+    if elsewhere:
+        monkeypatch.setattr("swift_ft.log.reader.ask_for_files", lambda *_: None)
     sizes = [10, 4 << 20, (4 << 20) + 1, 70_000, 3, (9 << 20) + 5, 0, *[900_000] * 9, (13 << 20) - 7, 1]
     bodies = [random.Random(size).randbytes(size) for size in sizes]
     storage = DirectoryStorage(tmp_path, 6 << 20)
@@ -262,3 +267,22 @@ def test_fault_14_a_flipped_bit_on_the_disk_is_named(server: InProcess) -> None:
         assert "record 2" in stream.reason
         # What a checkpoint covers does not matter.
         assert list(reader.digests("s0.F", 3, cancelled=never)) == [key(3)]
+
+
+def test_a_new_generation_does_not_wait_for_the_pause_after_the_call_that_its_fence_has_ended(
+    server: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (sender, sender_core):
+        monkeypatch.setattr(module, "RETRY_S", 10 * TIMEOUT_S)
+    writer = LogWriter([server.address], JOB, 1)
+    try:
+        put(writer, 0)
+        writer.flush(TIMEOUT_S)
+        server.engine.administration.fence(JOB, 2)
+        link = writer.sending.links[server.address]
+        eventually(lambda: link._call is None)
+        put(writer, 1)
+        writer.set_generation(2)
+        writer.flush(TIMEOUT_S)
+    finally:
+        writer.close(0.0)

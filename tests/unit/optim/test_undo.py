@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from swift_ft.errors import ServiceError
+from swift_ft.state import kernels
 from swift_ft.state.journal import Journal, UndoResult
 from tests.unit.optim import models
 from tests.unit.optim.conftest import COMPILED
@@ -43,9 +44,9 @@ def test_exact_undo_brings_every_bit_back(
     groups = models.grouped(parameters) if "weight_decay" in models.HYPER[name][1] else parameters
     optimizer = models.make(name, implementation, groups)
     journal = Journal(optimizer, undo="exact", bucket_bytes=SMALL)
-    journal.measure = True
     assert (journal.mode == "exact") == (
         way == COMPILED
+        and dtype in kernels.TYPES
         and (name, implementation) in INVERTIBLE
         and models.repeats(name, implementation, dtype)
     )
@@ -56,7 +57,6 @@ def test_exact_undo_brings_every_bit_back(
         result = step_and_back(journal, parameters, step, scale, every=1 + step % 2)
         assert models.image(optimizer) == before
         assert result.exact
-        assert (result.ulps_max, result.exact_share, result.step_error) == (0.0, 1.0, 0.0)
         step_on(journal, parameters, step, scale)
 
 
@@ -68,15 +68,15 @@ def test_arithmetic_undo_comes_close(name: str, implementation: str, dtype: torc
     parameters = models.parameters(dtype)
     optimizer = models.make(name, implementation, parameters)
     journal = Journal(optimizer, undo="arithmetic", bucket_bytes=SMALL)
-    journal.measure = True
     for step in range(5):
         before = {p: {k: v.clone() for k, v in s.items()} for p, s in optimizer.state.items()}
+        values = [parameter.detach().clone() for parameter in parameters]
         result = step_and_back(journal, parameters, step)
         assert (result.mode, result.exact) == ("arithmetic", False)
-        assert result.step_error is not None
-        assert result.ulps_mean is not None
-        # A few units of the last place; that is little of the step, unless a type has too few places for the step.
-        assert result.step_error < {8: 1e-9, 4: 2e-3, 2: 2.0}[dtype.itemsize]
+        # A few units of the last place.
+        few = 8 * torch.finfo(dtype).eps
+        for parameter, value in zip(parameters, values, strict=True):
+            torch.testing.assert_close(parameter.detach(), value, rtol=few, atol=few)
         assert set(optimizer.state) == set(before)
         for p, state in optimizer.state.items():
             assert state.keys() == before[p].keys()
@@ -167,6 +167,13 @@ def test_a_step_that_ruined_parameters_is_not_called_undone(value: float) -> Non
             journal.undo()
         parameters = models.parameters(torch.float32)
         optimizer = torch.optim.AdamW(parameters)
+
+
+def test_float16_beside_float32_is_copied_alone_and_said(way: str) -> None:
+    parameters = models.parameters(torch.float32)[:4] + models.parameters(torch.float16)[4:]
+    journal = Journal(torch.optim.SGD(parameters, lr=0.1), undo="exact", bucket_bytes=SMALL)
+    if way == COMPILED:
+        assert (journal.mode, "none for torch.float16" in journal.why) == ("exact", True)
 
 
 def test_only_some_groups_without_an_inverse() -> None:

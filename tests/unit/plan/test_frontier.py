@@ -1,4 +1,4 @@
-"""The frontier is exact: nothing that can be chosen is better, by trying everything. SWIFT's merge beside it."""
+"""The frontier is exact: nothing that can be chosen is better, by trying everything."""
 
 import itertools
 import json
@@ -130,81 +130,6 @@ def test_a_cap_is_kept_at_the_least_price(drawn: Profile, data: st.DataObject) -
     assert costs(drawn, cuts)[0] <= min(s for s, r in everything if r <= recovery)
 
 
-# --- greedy ---
-
-
-def sizes_of(cuts: Sequence[int], n: int) -> list[int]:
-    edges = [0, *cuts, n]
-    return sorted((b - a for a, b in itertools.pairwise(edges)), reverse=True)
-
-
-def test_sixteen_machines_alike_in_six_groups() -> None:
-    """Recovery grows with the sum of squares of the sizes: the merge doubles groups, 48; 3, 3, 3, 3, 2, 2 have 44."""
-    alike = profile(machines=16)
-    model = CostModel(alike)
-    (merged,) = (cuts for cuts in report.merges(model) if len(cuts) == 5)
-    assert sizes_of(merged, 16) == [4, 4, 2, 2, 2, 2]
-    (best,) = (point.cuts for point in exact(model).points if len(point.cuts) == 5)
-    assert sizes_of(best, 16) == [3, 3, 3, 3, 2, 2]
-
-
-def merged_by_hand(p: Profile) -> list[tuple[int, ...]]:
-    """SWIFT's merge, step by step, on lists."""
-    rates = [1 / mtbf for mtbf in p.machine_mtbf_s]
-    model = CostModel(p)
-    groups = [(m, m + 1, float(model.replay_step_s[m, m + 1])) for m in range(p.machines)]
-    found = []
-    while True:
-        found.append(tuple(first for first, _, _ in groups[1:]))
-        if len(groups) == 1:
-            return found
-        scores = []
-        for (a, middle, r_a), (_, b, r_b) in itertools.pairwise(groups):
-            chance_a, chance_b = (sum(rates[x:y]) / sum(rates) for x, y in ((a, middle), (middle, b)))
-            size = edge_bytes(p, middle)
-            merged = r_a + r_b + size / (p.network_bytes_per_s or math.inf)
-            grown = merged * (chance_a + chance_b) - r_a * chance_a - r_b * chance_b
-            scores.append((grown / size, a, b, merged))
-        best = min(score for score, *_ in scores)
-        # Which of equals is merged is nobody's business here: such cases are left out.
-        if sum(score <= best + 1e-9 * abs(best) for score, *_ in scores) > 1:
-            return found
-        _, a, b, merged = min(scores)
-        at = next(n for n, group in enumerate(groups) if group[0] == a)
-        groups[at : at + 2] = [(a, b, merged)]
-
-
-@settings(max_examples=50, deadline=None)
-@given(profiles(machines_max=8))
-def test_the_merge_is_the_papers(drawn: Profile) -> None:
-    by_hand = merged_by_hand(drawn)
-    found = report.merges(CostModel(drawn))
-    assert found[: len(by_hand)] == by_hand
-    assert len(found) == drawn.machines
-
-
-@settings(max_examples=50, deadline=None)
-@given(profiles(machines_max=8))
-def test_the_optimum_is_never_worse_than_a_merge(drawn: Profile) -> None:
-    for row in report.build(drawn, None)["compared"]:
-        assert row["exact_s"] <= (row["swift_s"] or math.inf) * ROUNDING
-
-
-def test_neither_is_a_rounded_one() -> None:
-    rng = np.random.default_rng(3)
-    n = 40
-    sizes = tuple(int(size) for size in rng.integers(10**6, 10**7, n - 1))
-    drawn = profile(machines=n, forward_bytes=sizes, backward_s=tuple(rng.uniform(1, 3, n).tolist()))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "CANDIDATES_MAX", 0)
-        patch.setattr(report, "GRID_WORK", 0)
-        patch.setattr(report.exact, "__kwdefaults__", {"worst_s": math.inf, "candidates_max": 0})
-        document = report.build(drawn, None)
-    assert not document["frontier"]["exact"]
-    for row in document["compared"]:
-        assert row["exact_s"] <= (row["swift_s"] or math.inf) * ROUNDING
-
-
 # --- a thousand stages ---
 
 
@@ -224,7 +149,7 @@ def thousand(ranks: int, seed: int, **changes: Any) -> Profile:
 
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_a_thousand_stages(ranks: int) -> None:
-    """Merges and all included. docs/planning.md has the times."""
+    """docs/planning.md has the times."""
     big = thousand(ranks, 5, copies_max=4, gradient_bytes=(100,) * 1000, network_bytes_per_s=1e9)
     document = report.build(big, None)
     assert document["frontier"]["exact"]

@@ -2,7 +2,7 @@
 
 import hypothesis.strategies as st
 
-from swift_ft.planner import Assignment, Checkpoints, PlanConfig, RecoveryGroups, Refusals
+from swift_ft.planner import Assignment, PlanConfig, RecoveryGroups, Refusals
 from tests.unit.recovery.runs import is_inside
 from tests.unit.recovery.situations import NEWEST, Situation, inventories, partial_reports
 
@@ -25,7 +25,7 @@ def grouped_situations(draw: st.DrawFn) -> Situation:
         ),
         assignment=assignment,
         log={stream: summary for stream, summary in log.items() if not is_inside(stream, assignment, groups)},
-        checkpoints=Checkpoints(versions=(0,) if draw(st.booleans()) else (step - 1,)),
+        checkpoints=(0,) if draw(st.booleans()) else (step - 1,),
         config=PlanConfig(groups=groups, inexact_undo=draw(st.booleans())),
         refused=Refusals(),
     )

@@ -12,7 +12,6 @@ import hypothesis.strategies as st
 
 from swift_ft.planner import (
     Assignment,
-    Checkpoints,
     HeldSnapshot,
     Plan,
     PlanConfig,
@@ -32,13 +31,13 @@ class Situation:
     reports: tuple[Report, ...]
     assignment: Assignment
     log: dict[str, StreamSummary]
-    checkpoints: Checkpoints
+    checkpoints: tuple[int, ...]
     config: PlanConfig
     refused: Refusals
 
     def arguments(
         self,
-    ) -> tuple[list[Report], Assignment, dict[str, StreamSummary], Checkpoints, PlanConfig, Refusals]:
+    ) -> tuple[list[Report], Assignment, dict[str, StreamSummary], tuple[int, ...], PlanConfig, Refusals]:
         return list(self.reports), self.assignment, self.log, self.checkpoints, self.config, self.refused
 
 
@@ -163,7 +162,7 @@ def situations(draw: st.DrawFn) -> Situation:
         ),
         assignment=assignment,
         log=log,
-        checkpoints=Checkpoints(versions=tuple(sorted(checkpoints))),
+        checkpoints=tuple(sorted(checkpoints)),
         config=PlanConfig(
             groups=groups,
             strategy=draw(
@@ -301,7 +300,7 @@ class Expected:
 
 
 def expected(situation: Situation) -> Expected:
-    newest = max(situation.checkpoints.versions, default=None)
+    newest = max(situation.checkpoints, default=None)
     fallback = Expected("none") if newest is None else Expected("checkpoint", newest)
     if situation.config.strategy in ("snapshot", "auto") and SNAPSHOT not in situation.refused.strategies:
         whole = [v for v in range(NEWEST + 2) if is_whole(situation, v)]
@@ -353,7 +352,7 @@ def bases_for(
     situation: Situation, target: int, inexact: bool
 ) -> dict[tuple[int, ...], tuple[int, bool]] | None:
     """group -> (base, is it the checkpoint); None: `target` is not to be had."""
-    checkpoints = [v for v in situation.checkpoints.versions if v <= target]
+    checkpoints = [v for v in situation.checkpoints if v <= target]
     bases = {}
     for members in together_of(situation):
         states = set.intersection(*(reached(situation, group, inexact) for group in members))
@@ -453,7 +452,7 @@ def check_can_be_followed(situation: Situation, plan: Plan) -> None:
     if CHECKPOINT in {r.strategy for r in plan.ranks}:
         assert plan.restores
         assert {r.from_version for r in plan.ranks} == {target}
-        assert target == max(situation.checkpoints.versions)
+        assert target == max(situation.checkpoints)
         return
     inexact = []
     for r in plan.ranks:
@@ -480,7 +479,7 @@ def check_can_be_followed(situation: Situation, plan: Plan) -> None:
                 for source in r.sources:
                     check_source(situation, plan, r.rank, source)
             case Strategy.REPLAY:
-                assert r.from_version in situation.checkpoints.versions
+                assert r.from_version in situation.checkpoints
     assert plan.exact == (not inexact)
     assert not inexact or situation.config.inexact_undo
     for group in groups_of(situation):

@@ -7,7 +7,6 @@ from hypothesis import event, given, settings
 
 from swift_ft.planner import (
     Assignment,
-    Checkpoints,
     Plan,
     PlanConfig,
     Refusals,
@@ -28,7 +27,7 @@ from tests.unit.recovery.situations import (
 
 KEEP, CATCH_UP, REPLAY, CHECKPOINT, ROLL_FORWARD, UNDO, REPLICA, *_ = Strategy
 AUTO = PlanConfig()
-AT_10 = Checkpoints(versions=(0, 10))
+AT_10 = (0, 10)
 
 
 def mesh(stages: int, dp_size: int, shards: dict[int, int] | None = None) -> Assignment:
@@ -84,7 +83,7 @@ def decided(
     said: list[Report],
     assignment: Assignment,
     log: dict[str, StreamSummary] | None = None,
-    checkpoints: Checkpoints = AT_10,
+    checkpoints: tuple[int, ...] = AT_10,
     config: PlanConfig = AUTO,
     refused: Refusals = Refusals(),  # noqa: B008
 ) -> Plan:

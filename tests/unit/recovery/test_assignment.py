@@ -9,9 +9,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import event, given, settings
 
-from swift_ft.planner import Assignment, Checkpoints, Plan, PlanConfig, Report, Slot, Strategy, plan
+from swift_ft.planner import Assignment, Plan, PlanConfig, Report, Slot, Strategy, plan
 
-AT_10 = Checkpoints(versions=(10,))
+AT_10 = (10,)
 
 
 def dropped_origins(assignment: Assignment) -> tuple[int, ...]:

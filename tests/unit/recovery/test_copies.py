@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swift_ft.planner import StreamSummary
-from swift_ft_services.coordinator.log_placement import StreamCopy, combined
+from swift_ft_services.coordinator.log_placement import StreamCopy, combined, with_moved
 
 
 def summary(
@@ -155,3 +155,39 @@ def test_never_more_than_the_copies_that_are_read_hold(
         assert max(copy.summary.first_step, copy.whole_from) <= max(found.first_step, floor)
     assert found.last_step == max(copies[number].summary.last_step for number in servers)
     assert found.first_step <= found.last_step
+
+
+# --- what lost servers have moved ---
+
+
+def part(
+    server: int, first: int, end: int, *, whole_from: int | None = 0, corrupt: bool = False
+) -> StreamCopy:
+    """It has every record of steps `first` to `end` - 1."""
+    return StreamCopy(server=server, summary=summary(first, end, corrupt=corrupt), whole_from=whole_from)
+
+
+def test_moved_parts_lead_to_what_follows() -> None:
+    whole = replace(summary(20, 30), reason="gone")
+    for moved, first, servers in (
+        ([part(0, 0, 20)], 0, (0, 2)),
+        ([part(0, 0, 25)], 0, (0, 2)),
+        ([part(0, 0, 19)], 20, (2,)),
+        ([part(0, 0, 12), part(1, 10, 20)], 0, (0, 1, 2)),
+        ([part(1, 10, 20), part(0, 0, 12)], 0, (0, 1, 2)),
+        ([part(0, 0, 9), part(1, 10, 20)], 10, (1, 2)),
+        ([part(0, 0, 20, whole_from=5)], 5, (0, 2)),
+        ([part(0, 0, 20, whole_from=None)], 20, (2,)),
+        ([part(0, 0, 20, corrupt=True)], 20, (2,)),
+        ([part(0, 0, 20), part(1, 0, 22)], 0, (1, 2)),
+    ):
+        found, read = with_moved(whole, (2,), moved)
+        assert (found.first_step, found.last_step, read) == (first, 30, servers)
+        assert found.reason == ("gone" if first else "")
+
+
+def test_moved_parts_are_left_where_they_are_if_they_are_not_needed() -> None:
+    assert with_moved(summary(20, 30), (2,), [part(0, 0, 20)], floor=20) == (summary(20, 30), (2,))
+    assert with_moved(NOTHING, (2,), [part(0, 0, 20)]) == (NOTHING, (2,))
+    damaged = summary(20, 30, corrupt=True)
+    assert with_moved(damaged, (2,), [part(0, 0, 20)]) == (damaged, (2,))

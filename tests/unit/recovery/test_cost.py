@@ -3,21 +3,18 @@
 import itertools
 import math
 import random
-from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.planner import (
     Assignment,
-    Checkpoints,
     Help,
     Plan,
     PlanConfig,
-    RankMeasured,
     RecoveryGroups,
     Report,
-    Sent,
-    StageMeasured,
 )
 from swift_ft.planner.plan import plan
 from swift_ft.planner.replay_cost import (
@@ -103,21 +100,21 @@ class TestHowManyHelp:
 
 def measured(
     stages: int, microbatch_s: float = 0.3, weights: int = 0, read_s: float | None = None, sent: int = 1000
-) -> dict[int, RankMeasured]:
+) -> dict[int, pb.RankMeasured]:
     return {
-        rank: RankMeasured(
+        rank: pb.RankMeasured(
             step=9,
             steps=8,
             microbatches=8,
             step_s=5.0,
             update_s=0.1,
             stages=(
-                StageMeasured(
+                pb.StageMeasured(
                     stage=rank,
                     forward_s=microbatch_s / 3,
                     backward_s=2 * microbatch_s / 3,
                     sent=tuple(
-                        Sent(destination=o, bytes=sent) for o in (rank - 1, rank + 1) if 0 <= o < stages
+                        pb.Sent(destination=o, bytes=sent) for o in (rank - 1, rank + 1) if 0 <= o < stages
                     ),
                     gradient_bytes=weights,
                 ),
@@ -127,6 +124,13 @@ def measured(
         )
         for rank in range(stages)
     }
+
+
+def changed(measured: pb.RankMeasured, **by: Any) -> pb.RankMeasured:
+    """More stages, or other numbers."""
+    made = pb.RankMeasured.FromString(measured.SerializeToString())
+    made.MergeFrom(pb.RankMeasured(**by))
+    return made
 
 
 class TestWhatWasMeasured:
@@ -144,7 +148,7 @@ class TestWhatWasMeasured:
 
     def test_what_a_rank_sends_to_itself_is_not_read(self) -> None:
         said = measured(4)
-        both = {0: said[0], 1: replace(said[1], stages=said[1].stages + said[2].stages), 3: said[3]}
+        both = {0: said[0], 1: changed(said[1], stages=said[2].stages), 3: said[3]}
         costs = costs_of(both, RecoveryGroups())
         assert [costs[stage].read_bytes for stage in range(4)] == [1000, 1000, 1000, 1000]
 
@@ -157,17 +161,15 @@ class TestWhatWasMeasured:
 
     def test_a_few_bytes_tell_no_rate(self) -> None:
         said = measured(3)
-        said[1] = replace(said[1], log_read_bytes=READ_BYTES_MIN - 1, log_read_wait_s=99.0)
+        said[1] = changed(said[1], log_read_bytes=READ_BYTES_MIN - 1, log_read_wait_s=99.0)
         assert {cost.log_bytes_per_s for cost in costs_of(said, RecoveryGroups()).values()} == {math.inf}
 
 
-def planned(said: dict[int, RankMeasured], *versions: int | None, helpers: int = 3) -> Plan:
+def planned(said: dict[int, pb.RankMeasured], *versions: int | None, helpers: int = 3) -> Plan:
     reports = [Report(rank=rank, version=version, can_help=True) for rank, version in enumerate(versions)]
     assignment = one_stage_each(len(versions))
     log = full_log(range(len(versions)), 0, 14)
-    outcome, reason = plan(
-        reports, assignment, log, Checkpoints(versions=(5,)), PlanConfig(helpers=helpers), measured=said
-    )
+    outcome, reason = plan(reports, assignment, log, (5,), PlanConfig(helpers=helpers), measured=said)
     assert outcome is not None, reason
     assert outcome.reason == reason
     return outcome
@@ -238,15 +240,12 @@ class TestAPlan:
         reports = [Report(rank=rank, version=None if rank == 1 else 15, can_help=True) for rank in range(3)]
         assignment = Assignment.told(num_stages=6, stages={rank: (rank, rank + 3) for rank in range(3)})
         said = measured(6)
-        said = {
-            rank: replace(said[rank], stages=(*said[rank].stages, *said[rank + 3].stages))
-            for rank in range(3)
-        }
+        said = {rank: changed(said[rank], stages=said[rank + 3].stages) for rank in range(3)}
         outcome, _ = plan(
             reports,
             assignment,
             full_log(range(6), 0, 14),
-            Checkpoints(versions=(5,)),
+            (5,),
             PlanConfig(helpers=1),
             measured=said,
         )
@@ -262,9 +261,7 @@ class TestAPlan:
         reports = [Report(rank=rank, version=version, can_help=True) for rank, version in enumerate(versions)]
         config = PlanConfig(helpers=3, groups=RecoveryGroups.parse("0-1,2-3,4-5"))
         log = full_log(range(6), 0, 14)
-        outcome, _ = plan(
-            reports, one_stage_each(6), log, Checkpoints(versions=(5,)), config, measured=measured(6)
-        )
+        outcome, _ = plan(reports, one_stage_each(6), log, (5,), config, measured=measured(6))
         assert outcome is not None
         assert outcome.help == ()
         assert [(one.rank, one.workers) for one in outcome.predictions] == [(2, 1), (3, 1)]

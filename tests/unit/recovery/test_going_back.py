@@ -6,7 +6,6 @@ import pytest
 
 from swift_ft.planner import (
     Assignment,
-    Checkpoints,
     HeldSnapshot,
     Plan,
     PlanConfig,
@@ -45,9 +44,7 @@ def said(
 def decided(
     reports: Sequence[Report], checkpoints: Sequence[int] = (0, 5), refused: Refusals = NOTHING
 ) -> tuple[Plan, str]:
-    outcome, reason = plan(
-        reports, assignment(), {}, Checkpoints(versions=tuple(checkpoints)), CONFIG, refused
-    )
+    outcome, reason = plan(reports, assignment(), {}, tuple(checkpoints), CONFIG, refused)
     assert outcome is not None
     return outcome, reason
 

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from swift_ft.planner import (
     Assignment,
-    Checkpoints,
     Plan,
     PlanConfig,
     RecoveryGroups,
@@ -20,7 +19,7 @@ from swift_ft.planner import (
 )
 
 KEEP, CATCH_UP, REPLAY, CHECKPOINT, ROLL_FORWARD, UNDO, REPLICA, *_ = Strategy
-AT_10 = Checkpoints(versions=(0, 10))
+AT_10 = (0, 10)
 PAIRS = RecoveryGroups.parse("0-1,2-3")
 
 
@@ -121,7 +120,7 @@ def decided(
     groups: RecoveryGroups = PAIRS,
     assignment: Assignment | None = None,
     streams: dict[str, StreamSummary] | None = None,
-    checkpoints: Checkpoints = AT_10,
+    checkpoints: tuple[int, ...] = AT_10,
     refused: Refusals = Refusals(),  # noqa: B008
     **config: Any,
 ) -> Plan:
@@ -246,6 +245,6 @@ class TestPlans:
 
     def test_without_a_checkpoint_there_is_no_way_back(self) -> None:
         said = [Report(rank=rank, version=15 if rank else None) for rank in range(4)]
-        outcome, reason = plan(said, mesh(4), {}, Checkpoints(), PlanConfig(groups=PAIRS))
+        outcome, reason = plan(said, mesh(4), {}, (), PlanConfig(groups=PAIRS))
         assert outcome is None
         assert "rank 0, which holds no state" in reason

@@ -1,16 +1,20 @@
 """The log is given up in any case: no plan reads it."""
 
-from swift_ft.planner import Checkpoints, Plan, PlanConfig, Report, plan_without_log
+from functools import partial
+
+from swift_ft.planner import Plan, PlanConfig, Refusals, Report, plan, without_log
 from tests.unit.recovery.test_helping import said
 from tests.unit.recovery.test_plan import full_log, one_stage_each
 
-AT_15 = Checkpoints(versions=(5, 15))
+AT_15 = (5, 15)
 
 
 def planned(reports: list[Report]) -> Plan:
     assignment = one_stage_each(len(reports))
     log = full_log(range(assignment.num_stages), 0, 14)
-    found, reason = plan_without_log(reports, assignment, log, AT_15, PlanConfig(helpers=2))
+    found, reason = without_log(
+        partial(plan, reports, assignment, log, AT_15, PlanConfig(helpers=2)), Refusals()
+    )
     assert found is not None, reason
     assert found.reason == reason
     return found

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from swift_ft.planner import Checkpoints, HeldSnapshot, Plan, PlanConfig, Refusals, Report, Strategy, plan
+from swift_ft.planner import HeldSnapshot, Plan, PlanConfig, Refusals, Report, Strategy, plan
 from tests.unit.recovery.test_cost import full_log, measured, one_stage_each
 
 RANKS, LOST, NEWEST = 4, 2, 15
@@ -33,7 +33,7 @@ def decided(
     log = full_log(range(RANKS), 0, NEWEST - 1) if logged else {}
     config = PlanConfig(strategy=strategy, helpers=0)
     said = measured(RANKS) if known else {}
-    checkpoints = Checkpoints(versions=(5,))
+    checkpoints = (5,)
     outcome, reason = plan(reports, one_stage_each(RANKS), log, checkpoints, config, refused, said)
     assert outcome is not None, reason
     return outcome

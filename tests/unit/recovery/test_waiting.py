@@ -1,18 +1,19 @@
 """For how long a job waits for a process, against the best that could have been done
-(`swift_ft.planner.assignment`)."""
+(`swift_ft.planner.replay_cost`)."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift_ft.planner import RankMeasured, quickest, worth_waiting_s
-from swift_ft.planner.assignment import GENERATION_S, slower
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.planner import quickest, worth_waiting_s
+from swift_ft.planner.replay_cost import GENERATION_S, slower
 
 SECONDS = st.floats(0.001, 1000.0)
 
 
-def of(step_s: float, **given: float | int) -> RankMeasured:
-    return RankMeasured(step=9, steps=5, microbatches=4, step_s=step_s, update_s=0.0, stages=(), **given)  # type: ignore[arg-type]
+def of(step_s: float, **given: float | int) -> pb.RankMeasured:
+    return pb.RankMeasured(step=9, steps=5, microbatches=4, step_s=step_s, **given)  # type: ignore[arg-type]
 
 
 def lost_s(waits_s: float, comes_s: float, once_s: float, slow: float) -> float:

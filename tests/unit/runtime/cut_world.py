@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from swift_ft.comm.worker_thread import Task
-from swift_ft.planner import Assignment, Checkpoints, PlanConfig, Report, plan
+from swift_ft.planner import Assignment, PlanConfig, Report, plan
 from swift_ft.state.carried_gradients import WholeModule
 from swift_ft.train.config import SessionConfig
 from swift_ft.train.lossy import CutStep, World
@@ -213,9 +213,7 @@ class Job:
             if set(self._reports) == set(left):
                 reports, self._reports = list(self._reports.values()), {}
                 assignment = self.full.held_by({member: member for member in left})
-                chosen, reason = plan(
-                    reports, assignment, {}, Checkpoints(), PlanConfig(strategy="lossy-forward")
-                )
+                chosen, reason = plan(reports, assignment, {}, (), PlanConfig(strategy="lossy-forward"))
                 assert chosen is not None, reason
                 self.plans.append(chosen)
                 self.generation = Generation(old.number + 1, left, self._script(old.number + 1))
@@ -239,7 +237,7 @@ class Rank:
             shares=lambda: nothing,
         )
         self.cut_step = CutStep(True, number, reducer, self._world)
-        self.cut_step.held_over.bind(self._held_over)
+        self.cut_step.held_over = self._held_over
         self.updates = updates_of(config, reducer, cut_step=self.cut_step, vote=self._vote)
         self.unit = WholeModule(self.model)
         if self.updates.wait_free:

@@ -25,13 +25,14 @@ from swift_ft.rpc.codec import PublishedPlan
 from swift_ft.state.tensors import same_bits
 from swift_ft.train import replay_helper
 from swift_ft.train.boundary_log import Channel, Shapes
+from swift_ft.train.participants import Site
 from swift_ft.train.replay_helper import Helper
 from swift_ft.train.shared_replay import Owner
 from swift_ft.train.stage import LoggedPipelineStage, logged_loss
 from tests.local_backend import LocalWire, Network
 from tests.log_client import owned_bytes
 from tests.unit.runtime.test_gradient_chain import in_parallel
-from tests.unit.runtime.wired import channel_of, state_of, updates_of
+from tests.unit.runtime.wired import channel_of, site_of, state_of, updates_of
 
 RANKS, WIDTH, ROWS = 3, 8, 4
 STEPS = range(5, 8)
@@ -133,8 +134,8 @@ class Rank:
         self.rank, self.microbatches = rank, microbatches
         self.channel = channel_of(rank, RANKS, store=lambda: store)
         self.captured = Captured()
-        self.channel._opened = self.captured
-        self.channel.watch(None)
+        self.channel.capture = self.captured
+        self.channel.witness = None
         updates = updates_of()
         indices, of = placed(schedule, rank)
         self.stages = [self._stage(make(index), index, of, updates) for index in indices]
@@ -242,6 +243,11 @@ class Shared:
     helpers: list[Rank]
 
 
+def site_in(network: Network, rank: Rank) -> Site:
+    world, member = LocalWire(network, rank.rank), SimpleNamespace(check=lambda: None)
+    return site_of(rank.rank, member=member, channel=rank.channel, state=rank.state, world=world)
+
+
 def shared(
     rank: int,
     helpers: tuple[int, ...],
@@ -261,15 +267,13 @@ def shared(
     owner = Rank(rank, store, module, schedule, microbatches)
     others = [Rank(one, store, Part, schedule, microbatches) for one in helpers]
     help = Help(owner=rank, helpers=helpers, until=until)
-    sharing = Owner(rank, help, LocalWire(network, rank), owner.channel, owner.state, lambda: None)
+    sharing = Owner(site_in(network, owner), help)
     turns = threading.RLock()  # torch's generator is the process's: one rank computes at a time
 
     def run(index: int) -> None:
         if index:
             other = others[index - 1]
-            helper = Helper(
-                other.rank, makes, LocalWire(network, other.rank), other.channel, other.state, lambda: None
-            )
+            helper = Helper(site_in(network, other), makes)
             helper.run(rank, published(help), "job")
             return
         owner.channel.begin_replay(log, STEPS.start, ())  # type: ignore[arg-type]

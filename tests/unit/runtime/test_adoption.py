@@ -17,7 +17,7 @@ from swift_ft.train.config import SessionConfig, fitted
 from swift_ft.train.reducer import Row, sum_by_origin
 from tests.unit.recovery.test_assignment import dropped_origins
 from tests.unit.runtime.test_ordered import on_all, values
-from tests.unit.runtime.wired import step_of, updates_of
+from tests.unit.runtime.wired import site_of, step_of
 
 
 @settings(max_examples=40, deadline=None)
@@ -173,18 +173,18 @@ def test_a_loader_that_cannot_be_taken_back_is_refused() -> None:
 
 
 def adoption_of(**updates: Any) -> tuple[Adoption, Any]:
-    made = SimpleNamespace(before_reduction=updates_of(before_reduction=None).before_reduction, **updates)
     vacant = Assignment.grid(2, replicas=2).held_by({0: 0}).redistributed()
     said: list[str] = []
     nothing: Any = None
-    state: Any = SimpleNamespace(updates=made)
+    state: Any = SimpleNamespace(updates=SimpleNamespace(**updates))
 
     def differs(_step: int, words: str) -> None:
         said.append(words)
 
     groups: Any = {"data": nothing, "pipeline": SimpleNamespace()}
     config = SessionConfig(replicas=2, strategy="shrink")
-    adoption = Adoption(config, 0, nothing, state, lambda: vacant, groups, nothing, nothing, differs, nothing)
+    site = site_of(0, config, member=SimpleNamespace(say_differs=differs), state=state)
+    adoption = Adoption(site, lambda: vacant, groups, nothing, nothing)
     return adoption, said
 
 

@@ -16,7 +16,7 @@ from swift_ft.state.checkpoint_store import CheckpointStore, Saved, Unsaved
 from swift_ft.train.checkpointing import Saving
 from swift_ft.train.config import SessionConfig
 from tests.unit.checkpoint.holding import Holding
-from tests.unit.runtime.wired import Unrecorded, state_of, updates_of
+from tests.unit.runtime.wired import Unrecorded, site_of, state_of, updates_of
 
 
 class Store:
@@ -95,7 +95,9 @@ class Client:
         self.recorded.append(durable.recorded)
 
 
-def saving(store: Store, client: Client, complete: Sequence[int] = (), given_up: int = 0) -> Saving:
+def saving(
+    store: Store, client: Client, complete: Sequence[int] = (), given_up: int = 0, mode: str = "async"
+) -> Saving:
     state = state_of(1, updates_of())
     state.version = 17
     view = pb.View(
@@ -113,16 +115,16 @@ def saving(store: Store, client: Client, complete: Sequence[int] = (), given_up:
     )
     kept: Any = store
     recording: Any = Unrecorded()
-    return Saving(2, member, state, kept, recording)
+    return Saving(
+        site_of(2, SessionConfig(checkpoint_mode=mode), member=member, state=state, store=kept), recording
+    )
 
 
 def test_training_waits_for_it_if_it_is_to() -> None:
-    for sync in (False, True):
+    for mode in ("async", "sync"):
         store = Store()
-        one = saving(store, Client())
-        one._sync = sync
-        one.save()
-        assert store.sync is sync
+        saving(store, Client(), mode=mode).save()
+        assert store.sync is (mode == "sync")
     with pytest.raises(UsageError, match="checkpoint_mode='later'; give one of async, sync"):
         SessionConfig(checkpoint_mode="later")
 
@@ -131,7 +133,7 @@ def test_it_is_of_the_generation_that_the_rank_acts_in() -> None:
     """The View may be of a newer one already, which gives this state up."""
     client = Client()
     one = saving(Store(), client)
-    one._member.watcher.latest.generation = 10
+    one._site.member.watcher.latest.generation = 10
     one.save()
     assert client.told == [(17, 9)]
 

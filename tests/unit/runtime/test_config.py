@@ -17,6 +17,12 @@ def test_all_ranks_agree_on_groups_however_they_are_written() -> None:
     assert SessionConfig().agreed()["groups"] == ""
 
 
+def test_what_a_job_of_before_has_not_agreed_on_is_left_out_at_its_default() -> None:
+    usual = SessionConfig().agreed()
+    assert not {"tensor_parallel", "require_exact", "snapshot_every", "staggered"} & usual.keys()
+    assert SessionConfig(require_exact=True).agreed() == usual | {"require_exact": "True"}
+
+
 def test_groups_that_are_none_are_bad_input() -> None:
     with pytest.raises(UsageError, match="2 does not begin at 1"):
         SessionConfig(groups="0,2")

@@ -173,9 +173,7 @@ def test_an_average_that_is_not_given_is_noticed(told: Told, monkeypatch: pytest
 
     def anew(held: list[list[int]]) -> list[lossy.Given]:
         gifts = given(held)
-        return [
-            lossy.Given(bucket=g.bucket, generation=g.generation, source=1 - g.source, to=g.to) for g in gifts
-        ]
+        return [lossy.Given(bucket=g.bucket, generation=g.generation, source=1 - g.source) for g in gifts]
 
     monkeypatch.setattr(lossy, "given", anew)
     job = Job(RANKS, [cut_in_second_step({0: 2, 2: 1}, 2)], wait_free=False, steps=STEPS)

@@ -7,8 +7,9 @@ import pytest
 
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.rpc.codec import optional
+from swift_ft.train.config import SessionConfig
 from swift_ft.train.step import Ending
-from tests.unit.runtime.wired import step_of
+from tests.unit.runtime.wired import site_of, step_of
 
 
 class World:
@@ -34,7 +35,9 @@ class World:
         saving = SimpleNamespace(
             save_last=lambda: self.order.append("saved"), tell_untold=lambda: self.order.append("told")
         )
-        self.ending = Ending(0, *cast(Any, (member, self.state, store, saving)), saves=saves)
+        config = SessionConfig(last_checkpoint=saves)
+        site = site_of(config=config, member=member, state=self.state, store=store)
+        self.ending = Ending(site, cast(Any, saving))
 
     def finished(self, said: pb.FinishRequest) -> None:
         self.said.append((said.version, said.num_steps, optional(said, "called"), said.reason))
@@ -49,10 +52,15 @@ class World:
         self.state.version += 1
         self.ending.after_step(step_of(self.state.version - 1))
 
+    def last(self, num_steps: int) -> int:
+        self.ending.begin(num_steps)
+        return self.ending.last()
+
     def finish(self, num_steps: int) -> tuple[Any, ...]:
         stats = SimpleNamespace(records=0, bytes=0, verified=0)
         writer = SimpleNamespace(flush=lambda _timeout_s: None, stats=stats)
-        self.ending.finish(num_steps, cast(Any, writer), lambda _view: None, 0.0)
+        self.ending.begin(num_steps)
+        self.ending.finish(cast(Any, writer), lambda _view: None, 0.0)
         (said,) = self.said
         return said
 
@@ -60,7 +68,7 @@ class World:
 def test_a_run_ends_with_its_last_step() -> None:
     world = World()
     world.step()
-    assert world.ending.last(3) == 3
+    assert world.last(3) == 3
     world.step()
     world.step()
     assert world.finish(3) == (3, 3, None, "")
@@ -70,7 +78,7 @@ def test_who_calls_it_ends_with_that_step_and_says_so() -> None:
     world = World()
     world.step()
     world.step(stops="enough")
-    assert world.ending.last(100) == 2
+    assert world.last(100) == 2
     assert world.finish(100) == (2, 100, True, "enough")
 
 
@@ -78,9 +86,9 @@ def test_who_takes_over_that_state_has_said_it_as_well() -> None:
     first, heir = World(), World()
     first.step(stops="enough")
     heir.state.version, heir.state.stopped = first.state.version, first.state.stopped
-    assert heir.ending.last(100) == 1
+    assert heir.last(100) == 1
     assert heir.finish(100) == (1, 100, True, "enough")
-    assert first.ending.last(101) == 101, "a run that is to do more goes on"
+    assert first.last(101) == 101, "a run that is to do more goes on"
     first.step(of=101)
     assert first.state.stopped is None
 
@@ -96,14 +104,14 @@ def test_a_step_that_is_dropped_has_not_called_it() -> None:
     world.ending.begin_step(step_of())
     world.ending.call("too early")
     world.step()  # the same step again
-    assert world.ending.last(100) == 100
+    assert world.last(100) == 100
 
 
 @pytest.mark.parametrize(("num_steps", "last"), [(100, 10), (50, 10), (101, 101), (5, 5)])
 def test_the_others_go_by_the_view_unless_they_are_to_do_more(num_steps: int, last: int) -> None:
     world = World()
     world.watcher.latest = pb.View(state=pb.RUNNING, ends_at=10, ends_of=100)
-    assert world.ending.last(num_steps) == last
+    assert world.last(num_steps) == last
 
 
 @pytest.mark.parametrize(("does_it_itself", "called"), [(True, False), (False, None)])

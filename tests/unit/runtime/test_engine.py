@@ -73,7 +73,7 @@ class Told:
 
 
 def engine_of(told: Told) -> Engine:
-    state = state_of(1, updates_of(vote=None))
+    state = state_of(1, updates_of())
     channel: Any = SimpleNamespace()
     member: Any = SimpleNamespace(client=told, lease={}, say=lambda statement: statement() is None)
     return wired.engine_of(1, SessionConfig(), member=member, channel=channel, state=state)
@@ -95,9 +95,9 @@ def test_a_writer_hears_which_server_was_emptied_though_no_view_without_it_was_s
     told = Told()
     engine = engine_of(told)
     log_with(told, engine)._place(view_of("l0:1", "l1:1"))
-    engine._recovery.report(view_of("l0:1", "l1:1"))
-    engine._recovery.report(view_of("l0:1", "l1:1", lost=(0,), again="l0:1", generation=4))
-    engine._recovery.report(view_of("l0:1", "l1:1", lost=(0,), again="l0:1", generation=4))  # said again
+    engine.report(view_of("l0:1", "l1:1"))
+    engine.report(view_of("l0:1", "l1:1", lost=(0,), again="l0:1", generation=4))
+    engine.report(view_of("l0:1", "l1:1", lost=(0,), again="l0:1", generation=4))  # said again
     both = ["l0:1", "l1:1"]
     assert told.moves == [(2, both, []), (4, both, ["l0:1"]), (4, both, [])]
 
@@ -116,16 +116,16 @@ def test_a_survivor_reports_its_state_whatever_is_wrong_with_its_log(trouble: Sw
     told = Told(trouble)
     engine = engine_of(told)
     log_with(told, engine)
-    engine._recovery.report(view_of("l0:1"))
+    engine.report(view_of("l0:1"))
     assert told.reports == [2]
-    assert not engine._restorer.site.flushed, "its log is no witness"
+    assert not engine._restorer._site.flushed, "its log is no witness"
     told.trouble = None
-    engine._recovery.report(view_of("l0:1"))
-    assert engine._restorer.site.flushed
+    engine.report(view_of("l0:1"))
+    assert engine._restorer._site.flushed
     told.deaf = trouble
-    engine._recovery.report(view_of("l0:1"))
+    engine.report(view_of("l0:1"))
     assert told.reports == [2, 2, 2]
-    assert not engine._restorer.site.flushed
+    assert not engine._restorer._site.flushed
 
 
 @pytest.mark.parametrize("away", [ServiceError("no answer from the coordinator"), Fenced("generation 7")])
@@ -150,20 +150,20 @@ def test_a_record_that_was_not_taken_is_refused_however_many_generations_come_be
     if when != "after":
         told.lost = Divergence("s1.F step 3 is not the same")
         told.trouble = told.lost if when == "with" else None
-        engine._recovery.report(view_of("l0:1"))
+        engine.report(view_of("l0:1"))
         told.trouble = None
-        engine._recovery.report(view_of("l0:1", generation=3))
-        assert not engine._restorer.site.flushed
+        engine.report(view_of("l0:1", generation=3))
+        assert not engine._restorer._site.flushed
     else:
         told.lost = ServiceError("s1.F step 3 cannot be logged")
     for strategy in (Strategy.KEEP, Strategy.REPLICA, Strategy.KEEP):
         with pytest.raises(ReplayRefused, match="what rank 1 has done is not in the log: s1"):
-            engine._recovery._follow(plan_of(strategy), lambda: None)
+            engine._follow(plan_of(strategy), lambda: None)
     assert followed == []
     restored: list[int] = []
-    engine._recovery._saving.restores = restored.append  # type: ignore[method-assign]
+    engine._saving.restores = restored.append  # type: ignore[method-assign]
     for strategy in (Strategy.CHECKPOINT, Strategy.KEEP):  # it does these steps again
-        engine._recovery._follow(plan_of(strategy), lambda: None)
+        engine._follow(plan_of(strategy), lambda: None)
     assert followed == [Strategy.CHECKPOINT, Strategy.KEEP]
     assert len(restored) == 1
 
@@ -179,7 +179,7 @@ def test_what_no_generation_makes_good_is_still_raised() -> None:
     engine = engine_of(told)
     log_with(told, engine)
     with pytest.raises(UsageError):
-        engine._recovery.report(view_of("l0:1"))
+        engine.report(view_of("l0:1"))
 
 
 class Watched:
@@ -207,15 +207,15 @@ def test_ready_is_said_once_for_each_change_though_the_view_that_was_entered_is_
     )
     member: Any = Member("127.0.0.1:1", "j", 1, "i")
     member.watcher = Watched(granted, running)
-    engine._recovery._member = member
-    engine._recovery._faults = SimpleNamespace(while_others_replay=lambda version: None)  # type: ignore[assignment]
+    engine._site.member = member
+    engine._site.faults = SimpleNamespace(while_others_replay=lambda version: None)  # type: ignore[assignment]
     said: list[int] = []
 
     def say() -> None:
         assert len(said) < 10, "it is said again and again"
         said.append(1)
 
-    engine._recovery._await_running(entered, say)
+    engine._await_running(entered, say)
     member.client.close()
     assert len(said) == 1
 
@@ -223,25 +223,25 @@ def test_ready_is_said_once_for_each_change_though_the_view_that_was_entered_is_
 def test_who_calls_the_end_in_a_step_that_it_replays_has_called_it() -> None:
     """Its predecessor had called it, and was lost with the word. The replay comes before the loop over the steps."""
     engine = engine_of(Told())
-    engine._member.watcher = SimpleNamespace(latest=None)  # type: ignore[assignment]
-    engine._member.await_change = lambda _view: None  # type: ignore[method-assign]
+    engine._site.member.watcher = SimpleNamespace(latest=None)  # type: ignore[assignment]
+    engine._site.member.await_change = lambda _view: None  # type: ignore[method-assign]
     log_with(Told(), engine)
     ended: list[int] = []
 
     def replay(_train_step: Any) -> None:
         engine.ending.begin_step(step_of(20))
         engine.ending.call("enough")
-        engine._state.version = 21
+        engine._site.state.version = 21
         engine.ending.after_step(step_of(20))
 
     def go_on(_train_step: Any) -> None:
         raise AssertionError("no step comes behind it")
 
     engine._rejoin = replay  # type: ignore[method-assign]
-    engine._faults = SimpleNamespace(at=lambda *_: None)  # type: ignore[assignment]
-    engine._member.check = lambda: None  # type: ignore[method-assign]
+    engine._site.faults = SimpleNamespace(at=lambda *_: None)  # type: ignore[assignment]
+    engine._site.member.check = lambda: None  # type: ignore[method-assign]
     engine._steps.run = go_on  # type: ignore[method-assign]
-    engine.ending.finish = lambda *_: ended.append(engine._state.version)  # type: ignore[method-assign]
+    engine.ending.finish = lambda *_: ended.append(engine._site.state.version)  # type: ignore[method-assign]
     engine._lines = SimpleNamespace(cut=lambda _version: None)  # type: ignore[assignment]
     engine.membership._view = pb.View(state=pb.RUNNING)
     engine.run(lambda _step: None, 30)

@@ -15,14 +15,21 @@ from swift_ft.comm.backend import is_communication
 from swift_ft.comm.gloo import GlooBackend
 from swift_ft.comm.rank_store import stores_of
 from swift_ft.errors import Divergence, Fenced, ServiceError
+from swift_ft.train.config import SessionConfig
 from swift_ft.train.coordinator_session import Member
 from swift_ft.train.failures import Failures, Retries
 from tests.unit.control.test_client import Served
 from tests.unit.log.service import eventually
+from tests.unit.runtime.wired import site_of
 
 TIMEOUT_S = 0.4
 AWAY_S = 1.2
 LOST = RuntimeError("process group world: Connection closed by peer")
+
+
+def failures_of(member: Member, communicator: Any) -> Failures:
+    config = SessionConfig(suspicion_timeout_s=TIMEOUT_S)
+    return Failures(site_of(config=config, member=member, communicator=communicator), Retries(0))
 
 
 class World:
@@ -36,7 +43,7 @@ class World:
         watcher: Any = SimpleNamespace(latest=None)
         self.member.watcher = watcher
         broken: Any = SimpleNamespace(lost_peer=lambda error: error is LOST, broken=None)
-        self.failures = Failures(0, self.member, broken, Retries(0), TIMEOUT_S)
+        self.failures = failures_of(self.member, broken)
 
     def heard(self, kind: type) -> int:
         return sum(isinstance(request, kind) for request in self.served.scripted.requests)
@@ -166,7 +173,7 @@ def test_a_device_that_failed_behind_a_collective_is_lost_too(
     monkeypatch.setattr("os._exit", leave)
     groups: Any = SimpleNamespace(lost_peer=lambda error: False, broken=STICKY)
     with pytest.raises(Left):
-        Failures(0, world.member, groups, Retries(0), TIMEOUT_S).handle(RuntimeError("process group"), 1)
+        failures_of(world.member, groups).handle(RuntimeError("process group"), 1)
 
 
 def of_memory() -> torch.AcceleratorError:

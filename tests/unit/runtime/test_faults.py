@@ -94,7 +94,7 @@ def test_it_hangs_for_so_long_and_says_when_it_is_over(injector: Make, signals: 
     assert signals == []
 
 
-@pytest.mark.parametrize("spec", ["kind=slow,factor=2,for=1", "kind=network,link=e0,for=1"])
+@pytest.mark.parametrize("spec", ["kind=slow,factor=2,for=1"])
 def test_what_it_cannot_do_to_itself_it_waits_for(
     spec: str, injector: Make, signals: list[signal.Signals], tmp_path: Path
 ) -> None:

@@ -82,8 +82,8 @@ class Rank:
     ) -> None:
         """`sources`: it replays. `together`, `moves_batches`: those of its gate."""
         self.channel = channel_of(rank)
-        self.channel._opened = log  # type: ignore[assignment]
-        self.channel.watch(None)
+        self.channel.capture = log  # type: ignore[assignment]
+        self.channel.witness = None
         self.gate = Gate(together, (rank,), moves_batches)
         self.communicated: list[int] = []
         """Steps in which a trainer has communicated over several ranks, as far as adoption has heard."""
@@ -92,7 +92,11 @@ class Rank:
         ties = Ties(self.channel, pipeline or self.some)
         self.updates = updates_of(rank=rank, ties=ties, channel=self.channel)
         self.adoption: Any = SimpleNamespace(communicated=lambda step, **_: self.communicated.append(step))
-        self.gate.bind(self.channel, self.updates, [self.adoption])
+        self.gate.channel, self.gate.updates, self.gate.participants = (
+            self.channel,
+            self.updates,
+            [self.adoption],
+        )
         self.some._own = rank
         for group in (self.all, self.some):
             group.connected = sources is None
@@ -212,7 +216,7 @@ def test_before_the_run_a_collective_is_told_and_a_message_refused() -> None:
         told.append((group.label, name, alike))
         return object()
 
-    rank.gate.set_up.bind(begin)
+    rank.gate.set_up = begin
     rank.all.barrier()
     rank.some.scatter([torch.zeros(1)], [[torch.zeros(1)] * 2], dist.ScatterOptions())
     assert told == [("default", "barrier", True), ("pipeline", "scatter", False)]

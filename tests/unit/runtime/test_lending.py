@@ -7,7 +7,7 @@ import torch
 
 from swift_ft.errors import UsageError
 from swift_ft.log.record import RecordKey
-from swift_ft.train.boundary_log import BACKWARD, FORWARD, Channel
+from swift_ft.train.boundary_log import BACKWARD, FORWARD, Captures, Channel
 from tests.unit.runtime.wired import channel_of
 
 
@@ -41,7 +41,7 @@ class Ring:
 
 
 def lent(channel: Channel) -> list[Any]:
-    return list(cast(Any, channel)._capture._chosen.lent)
+    return list(cast(Any, channel).capture._chosen.lent)
 
 
 @pytest.fixture
@@ -52,8 +52,8 @@ def ring() -> Ring:
 @pytest.fixture
 def channel(ring: Ring) -> Channel:
     channel = channel_of(1)
-    channel.open(cast(Any, ring))
-    channel.watch(None)
+    channel.capture = Captures(cast(Any, ring), channel.readings.wholeness)
+    channel.witness = None
     channel.begin_step(7)
     return channel
 

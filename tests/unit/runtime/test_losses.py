@@ -17,7 +17,7 @@ GOOD = torch.tensor(1.5)
 
 
 def witness_of(choice: str, *, replaying: bool = False) -> Witness:
-    losses = Losses(3, choice, SimpleNamespace(replaying=replaying, readings=Readings()))
+    losses = Losses(choice, SimpleNamespace(rank=3, replaying=replaying, readings=Readings()))
     return Witness(lambda step, words: None, lambda: False, losses.check)
 
 
@@ -59,6 +59,6 @@ def test_what_a_module_returns_as_its_loss_counts_and_nothing_else_does() -> Non
 
 
 def test_what_comes_of_a_lost_peer_is_no_loss() -> None:
-    losses = Losses(0, "fail", SimpleNamespace(replaying=False, readings=Readings()))
+    losses = Losses("fail", SimpleNamespace(rank=0, replaying=False, readings=Readings()))
     broken = Witness(lambda step, words: None, lambda: True, losses.check)
     broken.saw(LOSS, 0, 0, 0, BAD)

@@ -75,6 +75,18 @@ def test_what_renews_the_lease_stands_for_a_beat() -> None:
     assert asked.calls == ["heartbeat"]
 
 
+def test_the_sidecar_is_told_of_what_has_renewed_the_lease_and_of_nothing_else() -> None:
+    member, asked = asking(1, ServiceError("away"), None)
+    told: list[float] = []
+    member.on_renewed = told.append
+    began = time.monotonic()
+    asked.renewed_at = began + 0.15
+    member._beat(0.1)
+    assert told[0] == asked.renewed_at
+    assert len(told) == 2, "a report, and the heartbeat that was answered"
+    assert told[1] >= began
+
+
 @pytest.mark.parametrize(
     ("answer", "has_run", "error", "calls"),
     [

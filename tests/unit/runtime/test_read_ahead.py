@@ -58,7 +58,7 @@ def servers() -> Iterator[dict[str, InProcess]]:
 def replaying(reader: LogReader) -> Channel:
     """Rank 2 of four, from the first step on."""
     found = channel_of(2, store=HashStore)
-    found.watch(None)
+    found.witness = None
     found.begin_replay(reader, 0, ())
     return found
 

@@ -31,7 +31,7 @@ from swift_ft.train.step_digests import Witness
 from swift_ft.train.tape import Tape
 from swift_ft.train.transcript import ENTERS, GIVEN, GRADIENT, LEAVES, STATE, Seen
 from tests.log_client import owned_bytes
-from tests.unit.runtime.wired import ignored, step_of
+from tests.unit.runtime.wired import ignored, site_of, step_of
 
 
 def witness_of() -> Witness:
@@ -227,16 +227,12 @@ class Recorder:
         self.log: list[tuple[str, RecordKey, torch.Tensor]] = []
         config = SessionConfig(rehearse=rehearse, checkpoint_every=10, **settings)
         self.step = 0
-        self.recording = Recording(
-            rank,
-            config,
-            self.witness,
-            self.watch,
-            self.tape,
-            lambda *record: self.log.append(record),
-            held=lambda: True,
-            begun_with=lambda: {"attribute": {"count": self.step}},
+        state = SimpleNamespace(
+            updates=SimpleNamespace(held=True), begun_with=lambda: {"attribute": {"count": self.step}}
         )
+        channel = SimpleNamespace(note=lambda *record: self.log.append(record))
+        site = site_of(rank, config, channel=channel, state=state)
+        self.recording = Recording(site, self.witness, self.watch, self.tape)
 
     def do(self, step: int, *, dropped: bool = False) -> None:
         self.witness.begin(step)

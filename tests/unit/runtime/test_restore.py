@@ -249,8 +249,8 @@ def test_one_replica_is_asked_and_then_none(monkeypatch: pytest.MonkeyPatch) -> 
     ]
     places.append(pb.LogCopies(rank=2, servers=["l3"]))
     restorer = restorer_of(monkeypatch, log, [])
-    restorer._member.watcher.latest.ClearField("log_copies")
-    restorer._member.watcher.latest.log_copies.extend(places)
+    restorer._site.member.watcher.latest.ClearField("log_copies")
+    restorer._site.member.watcher.latest.log_copies.extend(places)
     restorer.follow(plan_of(Strategy.REPLICA), log, ["l0"], lambda: None)  # type: ignore[arg-type]
     assert set(log.asked) == {"l0", "l2"}
     assert not log.lacking
@@ -259,13 +259,13 @@ def test_one_replica_is_asked_and_then_none(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_recovery_that_is_superseded_asks_for_no_more_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     log = logged_to(1)
     restorer = restorer_of(monkeypatch, log, [])
-    restorer._state.lived = True
+    restorer._site.state.lived = True
 
     def check() -> None:
         if log.asked:
             raise Interrupted("a newer generation")
 
-    restorer._member.check = check  # type: ignore[method-assign]
+    restorer._site.member.check = check  # type: ignore[method-assign]
     with pytest.raises(Interrupted):
         restorer.follow(plan_of(Strategy.REPLICA), log, ["l0", "l1"], lambda: None)  # type: ignore[arg-type]
     assert log.asked == ["l0"]
@@ -277,7 +277,7 @@ def test_a_source_is_a_witness_if_it_has_flushed_and_declared(
 ) -> None:
     log = logged_to(1)
     restorer = restorer_of(monkeypatch, log, [])
-    restorer._state.state_dict = dict  # type: ignore[method-assign, assignment]
+    restorer._site.state.state_dict = dict  # type: ignore[method-assign, assignment]
     told: list[bool] = []
 
     def send(*_: Any, logged: bool, **__: Any) -> Any:
@@ -290,7 +290,7 @@ def test_a_source_is_a_witness_if_it_has_flushed_and_declared(
         with pytest.raises(LogInterrupted):
             restorer.follow(plan_of(Strategy.REPLICA), log, ["l0"], lambda: None)  # type: ignore[arg-type]
         log.called_off.clear()
-    restorer.site.flushed = flushed
+    restorer._site.flushed = flushed
     other = RankPlan(rank=1, strategy=Strategy.REPLICA, from_version=3, reason="", sources=(0,))
     keeps = RankPlan(rank=0, strategy=Strategy.KEEP, from_version=3, reason="")
     plan = published(3, keeps, other)
@@ -330,7 +330,7 @@ def follow(
     """A plan to version 3 of which nothing is replayed, and two log servers; gives what checkpoints were asked for."""
     asked: list[int] = []
     restorer = restorer_of(monkeypatch, log, asked, checkpoint)
-    restorer._state.lived = lived
+    restorer._site.state.lived = lived
     restorer.follow(plan_of(strategy), log, ["l0", "l1"], lambda: None)
     return asked
 

@@ -9,11 +9,11 @@ import torch
 
 from swift_ft.planner import Assignment
 from swift_ft.planner.schedule import Step, Timed, Work, period
-from swift_ft.train.rerouted_call import Call, Routes, Seconds, equal_seconds, planned, seconds_of
+from swift_ft.train.rerouted_call import Routes, Seconds, costs_of, equal_seconds, plan, seconds_of
 
 NAN = math.nan
-NOT_KNOWN = (NAN, NAN, NAN)
-Told = tuple[float, float, float]
+NOT_KNOWN = (NAN, NAN)
+Told = tuple[float, float]
 
 
 def told(*ranks: list[Told]) -> list[torch.Tensor]:
@@ -22,22 +22,22 @@ def told(*ranks: list[Told]) -> list[torch.Tensor]:
 
 def test_each_stage_takes_the_median_of_those_that_know_it() -> None:
     ranks = told(
-        [(1.0, 2.0, 0.75), NOT_KNOWN],
-        [(3.0, 5.0, NAN), NOT_KNOWN],
-        [(2.0, 4.0, 0.75), NOT_KNOWN],
-        [NOT_KNOWN, (6.0, 8.0, 0.25)],
+        [(1.0, 2.0), NOT_KNOWN],
+        [(3.0, 5.0), NOT_KNOWN],
+        [(2.0, 4.0), NOT_KNOWN],
+        [NOT_KNOWN, (6.0, 8.0)],
     )
-    assert seconds_of(ranks) == ((0.5, 0.25, 0.75), (1.5, 1.5, 0.5)), "in units of the mean forward, 4 s"
+    assert seconds_of(ranks) == ((0.5, 0.0, 1.0), (1.5, 1.0, 1.0)), "in units of the mean forward, 4 s"
 
 
-def test_weights_are_half_of_a_backward_and_all_of_the_first_stages_if_nobody_has_split_one() -> None:
-    assert seconds_of(told([(1.0, 2.0, NAN), (1.0, 3.0, NAN)])) == ((1.0, 0.0, 2.0), (1.0, 1.5, 1.5))
-    assert seconds_of(told([(1.0, 2.0, NAN)])) == ((1.0, 1.0, 1.0),)
+def test_weights_are_half_of_a_backward_and_all_of_the_first_stages() -> None:
+    assert seconds_of(told([(1.0, 2.0), (1.0, 3.0)])) == ((1.0, 0.0, 2.0), (1.0, 1.5, 1.5))
+    assert seconds_of(told([(1.0, 2.0)])) == ((1.0, 1.0, 1.0),)
 
 
-@pytest.mark.parametrize("second", [NOT_KNOWN, (1.0, 0.0, 0.5), (0.0, 1.0, 0.5), (math.inf, 1.0, 0.5)])
+@pytest.mark.parametrize("second", [NOT_KNOWN, (1.0, 0.0), (0.0, 1.0), (math.inf, 1.0)])
 def test_all_stages_are_alike_if_nobody_knows_one_of_them(second: Told) -> None:
-    assert seconds_of(told([(1.0, 2.0, 0.5), NOT_KNOWN], [NOT_KNOWN, second])) == equal_seconds(2)
+    assert seconds_of(told([(1.0, 2.0), NOT_KNOWN], [NOT_KNOWN, second])) == equal_seconds(2)
 
 
 def routes(seed: int, seconds: Seconds | None, *, split: bool) -> tuple[Routes, Seconds]:
@@ -48,17 +48,25 @@ def routes(seed: int, seconds: Seconds | None, *, split: bool) -> tuple[Routes, 
     lost = draw.randrange(stages * origins)
     held = {slot: member for slot, member in full.members.items() if slot != lost}
     assignment = full.held_by(held).rerouted()
-    owners = []
+    owners = {}
     for stage in range(stages):
         for origin in range(origins):
             mine = [assignment.owner(stage, origin, mb) for mb in range(count)]
-            owners.append(((stage, origin), tuple(slot for slot in mine if slot is not None)))
+            owners[stage, origin] = tuple(slot for slot in mine if slot is not None)
     forwards = [draw.uniform(0.5, 3.0) for _ in range(stages)]
     true = tuple(
         (forward, forward * draw.uniform(0.5, 1.5), forward * draw.uniform(0.5, 1.5)) for forward in forwards
     )
-    cap = tuple((slot, stages - assignment.slots[slot].stage_group) for slot in assignment.occupied)
-    return planned(Call(tuple(owners), stages, count, split, cap, False), seconds or true), true
+    work = Work(
+        stages=stages,
+        origins=origins,
+        microbatches=count,
+        owners=owners,
+        split=split,
+        costs=costs_of(seconds or true),
+        cap={slot: stages - assignment.slots[slot].stage_group for slot in assignment.occupied},
+    )
+    return plan(work, staggered=False), true
 
 
 def takes(work: Work, orders: Routes) -> float:

@@ -32,6 +32,7 @@ from tests.unit.runtime.shared_replay_world import (
     published,
     same_parameters,
     shared,
+    site_in,
     told_shapes,
 )
 
@@ -89,14 +90,7 @@ class TestNobodyHelps:
     )
     def test_why(self, why: str, change: Any, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         rank = alone(2, store, log_for(2, 2), ScheduleGPipe, 2)
-        sharing = Owner(
-            2,
-            Help(owner=2, helpers=(), until=9),
-            LocalWire(Network(), 2),
-            rank.channel,
-            rank.state,
-            lambda: None,
-        )
+        sharing = Owner(site_in(Network(), rank), Help(owner=2, helpers=(), until=9))
         rank.optimizer.zero_grad()
         assert sharing._unfit((), {}, False) == ""
         if why == "gradients are there":
@@ -107,14 +101,7 @@ class TestNobodyHelps:
 
     def test_external_inputs_and_outputs(self, store: Any) -> None:
         rank = alone(2, store, log_for(2, 2), ScheduleGPipe, 2)
-        sharing = Owner(
-            2,
-            Help(owner=2, helpers=(), until=9),
-            LocalWire(Network(), 2),
-            rank.channel,
-            rank.state,
-            lambda: None,
-        )
+        sharing = Owner(site_in(Network(), rank), Help(owner=2, helpers=(), until=9))
         rank.optimizer.zero_grad()
         assert "no plain tensor" in sharing._unfit(("text",), {}, False)
         assert "no plain tensor" in sharing._unfit((), {"scale": torch.ones(1, requires_grad=True)}, False)
@@ -137,7 +124,7 @@ class TestNobodyHelps:
             "microbatches": 4,
             "tensors": module_layout(nn.ModuleDict({"stage1": Part()})),
         }
-        helper = Helper(0, lambda _i: Part(), LocalWire(Network(), 0), rank.channel, rank.state, lambda: None)
+        helper = Helper(site_in(Network(), rank), lambda _i: Part())
         assert helper._build(asked)[1] == ""
         monkeypatch.setattr(replay_helper, "available_memory", lambda: 100)
         assert "MiB of memory" in helper._build(asked)[1]
@@ -165,9 +152,7 @@ class TestNobodyHelps:
             "microbatches": 4,
             "tensors": module_layout(nn.ModuleDict({"stage1": Part()})),
         }
-        helper = Helper(
-            0, lambda _i: make(rank), LocalWire(Network(), 0), rank.channel, rank.state, lambda: None
-        )
+        helper = Helper(site_in(Network(), rank), lambda _i: make(rank))
         modules, said = helper._build(asked)
         assert modules == []
         assert why in said
@@ -192,7 +177,7 @@ class TestNobodyHelps:
         (begun,) = heard
         assert (begun["event"], begun["rank"], begun["generation"]) == ("help_begin", 1, 2)
         assert (begun["helpers"], begun["declined"]) == ([], {"1": "of its schedule"})
-        helper = Helper(0, lambda _i: Part(), LocalWire(network, 0), rank.channel, rank.state, lambda: None)
+        helper = Helper(site_in(network, rank), lambda _i: Part())
         helper.run(1, published(), "job")
         assert network.left() == 0
 
@@ -208,7 +193,7 @@ def test_randomness_of_a_trainer_is_kept(store: Any) -> None:
         return Part()
 
     asked = {"stages": [1], "microbatches": 4, "tensors": module_layout(nn.ModuleDict({"stage1": Part()}))}
-    helper = Helper(0, make, LocalWire(Network(), 0), rank.channel, rank.state, lambda: None)
+    helper = Helper(site_in(Network(), rank), make)
     torch.manual_seed(5)
     random.seed(5)
     wanted = (torch.rand(1).item(), random.random())

@@ -4,7 +4,8 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ from swift_ft.state import transfer
 from swift_ft.state.tensors import same_bits
 from swift_ft.state.tree import split
 from swift_ft.train.config import SessionConfig
-from swift_ft.train.fault_points import FaultInjector
 from swift_ft.train.snapshots import Snapshots
+from tests.unit.runtime.wired import site_of
 
 RANKS = 3
 
@@ -92,9 +93,13 @@ class Job:
         self.assignment = Assignment.told(num_stages=RANKS, stages={rank: [rank] for rank in range(RANKS)})
 
     def fresh(self, rank: int) -> Snapshots:
-        world: Any = self.worlds[rank]
-        nothing = FaultInjector(rank)
-        return Snapshots(rank, 2, Member(), self.states[rank], world, nothing, RecoveryGroups(), nothing)
+        config, channel = (
+            SessionConfig(strategy="snapshot", snapshot_every=2),
+            SimpleNamespace(groups=RecoveryGroups()),
+        )
+        state, world = self.states[rank], self.worlds[rank]
+        site = site_of(rank, config, member=Member(), channel=channel, state=state, world=world)
+        return Snapshots(site, cast(Any, None))
 
     def take(self, generation: int = 1) -> None:
         with ThreadPoolExecutor(RANKS) as threads:

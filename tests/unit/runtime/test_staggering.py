@@ -15,7 +15,7 @@ from swift_ft.planner import Assignment
 from swift_ft.train.config import SessionConfig
 from swift_ft.train.staggering import CALM_STEPS, Later, Norm, Staggering, clips, norm_of
 from swift_ft.train.updates import Standing, Updates, ballot
-from tests.unit.runtime.wired import step_of, updates_of
+from tests.unit.runtime.wired import site_of, step_of, updates_of
 
 
 class Task:
@@ -70,7 +70,7 @@ class Rank:
     """One that does steps without anybody."""
 
     def __init__(self, *, last: int = 1000) -> None:
-        self.updates = updates_of(SessionConfig(replicas=2), reduced=None)
+        self.updates = updates_of(SessionConfig(replicas=2))
         self.state, self.world = State(self.updates), World()
         self.member = SimpleNamespace(version=0)
         self.witness = SimpleNamespace(forgot=0)
@@ -83,16 +83,10 @@ class Rank:
             faults=SimpleNamespace(at=lambda phase, step: self.phases.append((phase, step))),
             readings=Readings(),
         )
-        self.staggering = Staggering(
-            0,
-            self.member,
-            cast(Any, self.state),
-            cast(Any, self.world),
-            lambda: Assignment.grid(2),
-            cast(Any, self.channel),
-        )
-        self.updates.reduced.bind(self.staggering.wait_vote)
-        self.staggering.lasts.bind(lambda version: version >= last)
+        site = site_of(member=self.member, channel=self.channel, state=self.state, world=self.world)
+        self.staggering = Staggering(site, lambda: Assignment.grid(2))
+        self.updates.reduced = self.staggering.wait_vote
+        self.staggering.lasts = lambda version: version >= last
         self.updates.hold_next = False
         self.staggering.agreed(waits_next=False)
 

@@ -1,7 +1,8 @@
 """A weight that stages share: summed once for each update, counted once, and refused where that cannot be."""
 
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from swift_ft.train.pipeline_collectives import Crossing
 from swift_ft.train.tied_weights import Ties
 from tests.local_backend import LocalBackend
 from tests.unit.runtime.test_gate import Log, Rank
-from tests.unit.runtime.wired import updates_of
+from tests.unit.runtime.wired import site_of, updates_of
 
 RANKS = (0, 1, 2, 3)
 
@@ -116,11 +117,16 @@ def test_who_has_not_used_it_adds_nothing(used: tuple[int, ...], expected: list[
     assert (None if tied.shared.grad is None else tied.shared.grad.tolist()) == expected
 
 
+def crossing_of(tied: Tied) -> Crossing:
+    state = SimpleNamespace(updates=tied.updates, objects={})
+    return Crossing(site_of(channel=tied.rank.channel, state=state), {"pipeline": cast(Any, tied.group)})
+
+
 def test_a_norm_counts_it_once() -> None:
     """The first of its ranks does. 4.498 was said for a true 4.254."""
     for rank, parts in ((0, [1.5] * 3 + [1.0] * 2), (2, [1.0] * 2)):
         tied = Tied(rank)
-        crossing = Crossing(tied.rank.channel, tied.updates, {"pipeline": tied.group}, None, {})
+        crossing = crossing_of(tied)
         tied.backward()
         norm = crossing.clip_grad_norm_([tied.shared, tied.own], 1e9, 2.0, ())
         own = torch.tensor([4 * value if value == 1.5 else value for value in parts])  # it is summed by then
@@ -129,7 +135,7 @@ def test_a_norm_counts_it_once() -> None:
 
 def test_a_norm_leaves_out_what_is_named_so_and_clips_it() -> None:
     tied = Tied()
-    crossing = Crossing(tied.rank.channel, tied.updates, {"pipeline": tied.group}, None, {})
+    crossing = crossing_of(tied)
     tied.backward()
     norm = crossing.clip_grad_norm_([tied.own], 1.0, 2.0, [tied.own])
     assert norm == 0

@@ -1,4 +1,4 @@
-"""What one part of a session needs of another one is there, or is missed aloud."""
+"""What one part of a session needs of another one is there."""
 
 import subprocess
 import sys
@@ -9,110 +9,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from swift_ft._pb import coordinator_pb2 as pb
-from swift_ft.comm.groups import ReconfigurableGroup
 from swift_ft.errors import UsageError
 from swift_ft.planner import Assignment
-from swift_ft.train.boundary_log import FORWARD
-from swift_ft.train.collective_policy import Gate
 from swift_ft.train.config import SessionConfig
 from swift_ft.train.coordinator_session import Member
-from swift_ft.train.hook import Hook
 from swift_ft.train.session import Session
-from swift_ft.train.updates import Updates
 from tests.integration.logserver_world import REPOSITORY
-from tests.local_backend import LocalBackend
-from tests.unit.runtime.test_updates import HalvingReducer
-from tests.unit.runtime.wired import channel_of, engine_of, ignored, state_of, updates_of
 
 TIMEOUT_S = 60.0
-
-
-def test_a_hook_that_is_bound_to_nothing_names_itself() -> None:
-    hook: Hook[[int], int] = Hook("Part.hook")
-    with pytest.raises(AssertionError, match=r"^Part\.hook is bound to nothing$"):
-        hook(1)
-    hook.bind(lambda number: number + 1)
-    assert hook(1) == 2
-    with pytest.raises(AssertionError, match=r"^Part\.hook is bound already$"):
-        hook.bind(lambda number: number)
-    assert hook(1) == 2
-
-
-def stepped(updates: Updates) -> torch.nn.Parameter:
-    """A parameter of 1.0 whose update was asked for."""
-    parameter = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    updates.add(optimizer)
-    updates.begin_step(0)
-    parameter.grad = torch.ones(2)
-    try:
-        optimizer.step()
-    finally:
-        assert parameter.tolist() == [1.0, 1.0]
-    return parameter
-
-
-def test_no_update_is_applied_without_a_vote() -> None:
-    config = SessionConfig(replicas=2)
-    with pytest.raises(AssertionError, match=r"Updates\.vote is bound to nothing"):
-        stepped(updates_of(config, HalvingReducer(), vote=None))
-    with pytest.raises(AssertionError, match=r"Updates\.before_update is bound to nothing"):
-        stepped(updates_of(config, HalvingReducer(), before_update=None))
-    with pytest.raises(AssertionError, match=r"Updates\.before_reduction is bound to nothing"):
-        stepped(updates_of(config, HalvingReducer(), before_reduction=None))
-
-
-def test_the_engine_is_what_an_update_is_put_to_the_vote_by() -> None:
-    updates = updates_of(vote=None)
-    channel: Any = SimpleNamespace()
-    engine_of(0, SessionConfig(), member=None, channel=channel, state=state_of(1, updates))
-    with pytest.raises(AssertionError, match="is bound already"):
-        updates.vote.bind(ignored)
-
-
-def test_nothing_passes_a_gate_that_knows_of_no_step() -> None:
-    gate = Gate()
-    group = ReconfigurableGroup("default", (0, 1), 0, LocalBackend(), gate=gate)
-    group._circuit = object()  # type: ignore[assignment]
-    words = r"Gate\.bind was not called"
-    with gate.step():
-        for call in (
-            lambda: group.allreduce([torch.ones(1)], torch.distributed.AllreduceOptions()),
-            lambda: gate.collective(group, "all_reduce", [torch.ones(1)], ignored, alike=True),
-            gate.reducing,
-        ):
-            with pytest.raises(AssertionError, match=words):
-                call()
-    with gate.passing(), pytest.raises(AssertionError, match=words):
-        group.send([torch.ones(1)], 1)
-    nothing: Any = SimpleNamespace()
-    gate.bind(nothing, updates_of(), [])
-    gate.used(ReconfigurableGroup("default", (0, 1), 0, LocalBackend()))
-    with pytest.raises(AssertionError, match="called before"):
-        gate.bind(nothing, updates_of(), [])
-
-
-def test_a_channel_that_nobody_has_opened_logs_nothing_in_silence() -> None:
-    channel = channel_of(ranks=2)
-    channel.begin_step(0)
-    with pytest.raises(AssertionError, match=r"Channel\.watch was not called"):
-        channel.sends(0, FORWARD, 0, 0, torch.ones(1))
-    channel.watch(None)
-    for call in (
-        lambda: channel.sent(0, FORWARD, 0, 0, torch.ones(1)),
-        channel.wait_copied,
-        channel.drop_step,
-    ):
-        with pytest.raises(AssertionError, match=r"Channel\.open was not called"):
-            call()
-    with pytest.raises(AssertionError, match=r"Channel\.watch was called before"):
-        channel.watch(None)
-
-
-# -- a whole session ------------------------------------------------------------------------------------------
 
 
 class Coordinator:
@@ -161,11 +67,13 @@ def build(directory: str) -> None:
     """(in a process of its own: torch has one default group) Every part of it is bound to what it needs."""
     coordinator = Coordinator()
     session, member = session_of(directory, coordinator)
-    hooks = [hook for part in vars(session).values() for hook in _hooks(part)]
-    assert len(hooks) == 6
-    for hook in hooks:
-        with pytest.raises(AssertionError, match="is bound already"):
-            hook.bind(ignored)
+    updates = session._updates
+    for part, names in (
+        (session._gate, ("set_up", "channel", "updates", "participants")),
+        (updates, ("vote", "before_reduction", "reduced", "unreduced", "before_update")),
+        (updates.cut_step, ("held_over", "given_up")),
+    ):
+        assert vars(part).keys() >= set(names)
     assert session._engine._steps._witness is session._channel.witness
     assert session._state.randomness is session._state.iterators.randomness is session._channel.randomness
     for name, group in session.groups.items():
@@ -175,15 +83,11 @@ def build(directory: str) -> None:
     # The notice frees the trainer's thread: the communicator hears of it.
     coordinator.saw(pb.View(job="j", generation=5, state=pb.PLANNING))
     deadline = time.monotonic() + TIMEOUT_S
-    while session._engine._communicator._newest != 5:
+    while session._engine._site.communicator._newest != 5:
         assert time.monotonic() < deadline, "nobody is told of a newer generation"
         time.sleep(0.005)
     member.enter(5)
     session.close()
-
-
-def _hooks(part: object) -> list[Hook[..., Any]]:
-    return [value for value in getattr(part, "__dict__", {}).values() if isinstance(value, Hook)]
 
 
 @pytest.mark.parametrize("work", [build, refuse])

@@ -15,11 +15,10 @@ from swift_ft.train.engine import Engine
 from swift_ft.train.fault_points import FaultInjector
 from swift_ft.train.log_session import OwnLog
 from swift_ft.train.lossy import CutStep
-from swift_ft.train.participants import Participant, Step
+from swift_ft.train.participants import Participant, Site, Step
 from swift_ft.train.session import Session
 from swift_ft.train.step import Ending, Lines
 from swift_ft.train.step_digests import Witness
-from swift_ft.train.strategies import Site
 from swift_ft.train.tied_weights import Ties
 from swift_ft.train.training_state import TrainerState
 from swift_ft.train.updates import Updates
@@ -30,8 +29,12 @@ class Still:
 
     replaying = False
 
-    def __init__(self) -> None:
-        self.readings = Readings()
+    def __init__(self, rank: int) -> None:
+        self.readings, self.faults = Readings(), FaultInjector(rank)
+
+    def check(self) -> None: ...
+
+    check_whole = check
 
     def wait_copied(self) -> None: ...
 
@@ -53,29 +56,17 @@ def updates_of(
     reduced: Any = ignored,
     unreduced: Any = ignored,
 ) -> Updates:
-    """`vote`, `before_update`, `before_reduction`, `reduced`, `unreduced`: None: the test binds it, or
-    leaves it out."""
+    """`vote`, `before_update`, `before_reduction`, `reduced`, `unreduced`: called by the updates."""
     updates = Updates(
         config or SessionConfig(),
         reducer,
-        FaultInjector(rank),
         cut_step=cut_step or CutStep(False, rank, reducer, cast(Any, ignored)),
         ties=ties or Ties(cast(Any, None), cast(Any, None)),
-        channel=channel or Still(),
-        check=ignored,
-        groups_whole=ignored,
+        channel=channel or Still(rank),
         votes=reducer is not None,
     )
-    if vote is not None:
-        updates.vote.bind(vote)
-    if before_update is not None:
-        updates.before_update.bind(before_update)
-    if before_reduction is not None:
-        updates.before_reduction.bind(before_reduction)
-    if reduced is not None:
-        updates.reduced.bind(reduced)
-    if unreduced is not None:
-        updates.unreduced.bind(unreduced)
+    updates.vote, updates.before_update, updates.unreduced = vote, before_update, unreduced
+    updates.before_reduction, updates.reduced = before_reduction, reduced
     return updates
 
 
@@ -127,16 +118,16 @@ def site_of(
     channel: Any = None,
     state: Any = None,
     store: Any = None,
+    world: Any = None,
+    communicator: Any = None,
 ) -> Site:
-    """Without a communicator or groups."""
-    nothing: Any = None
     return Site(
         rank=rank,
         config=config or SessionConfig(),
         assignment=Assignment.grid(4),
         member=member,
-        communicator=nothing,
-        world=nothing,
+        communicator=communicator,
+        world=world,
         channel=channel,
         state=state,
         store=store,
@@ -149,10 +140,9 @@ def engine_of(
 ) -> Engine:
     site = site_of(rank, config, member=member, channel=channel, state=state, store=store)
     recording, lines = cast(Any, Unrecorded()), Lines(Path(os.devnull))
-    log = OwnLog(rank, config, member, channel)
-
-    saving = Saving(rank, member, state, store, recording)
-    ending = Ending(rank, member, state, store, saving, saves=config.last_checkpoint)
+    log = OwnLog(site)
+    saving = Saving(site, recording)
+    ending = Ending(site, saving)
     unlogged = UnloggedSteps(member, lambda: log.writer)
     return Engine(
         site,

@@ -20,7 +20,7 @@ from swift_ft.credentials import (
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.log import admin
 from swift_ft.log.protocol import method
-from swift_ft.rpc import CoordinatorClient
+from swift_ft.rpc.client import CoordinatorClient
 from swift_ft.tokens import Role, write_file
 from swift_ft.tools.credentials import CertificateAuthority
 from swift_ft_services.listening import Protection
@@ -210,6 +210,6 @@ def test_certificates_that_cannot_be_used_are_refused_at_the_start(
         with pytest.raises(UsageError, match=message) as caught:
             protection("127.0.0.1:0", certificate=certificate, key=key).credentials()
         assert "\n" not in str(caught.value)
-    pair.key.chmod(0o640)
+    pair.key.chmod(0o644)
     with pytest.raises(UsageError, match="chmod 600"):
         protection("127.0.0.1:0", certificate=pair.certificate, key=pair.key).credentials()

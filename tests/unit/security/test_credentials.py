@@ -1,19 +1,21 @@
 """`swift-ft credentials init`, and processes that find their credentials by SWIFT_CREDENTIALS."""
 
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography import x509
 
-from swift_ft import cli
+from swift_ft import cli, tokens
 from swift_ft.cli_parser import Parser
 from swift_ft.credentials import ENV_CREDENTIALS, ENV_TOKEN_FILE, Credentials, act_as, own_folder
 from swift_ft.errors import AccessDenied, LogUnavailable, UsageError
 from swift_ft.log import admin
-from swift_ft.tokens import EVERY_JOB, Authority
-from swift_ft.tools import credentials
+from swift_ft.tokens import EVERY_JOB, Authority, write_file
+from swift_ft.tools import credentials, doctor
 from swift_ft_services import listening
 from tests.unit.log.service import InProcess
 
@@ -77,6 +79,52 @@ def test_a_renewal_keeps_the_hosts_that_were_named(directory: Path) -> None:
     assert len(list(names)) == 6
 
 
+def test_a_command_that_is_killed_between_any_two_files_leaves_what_can_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, kill_at = [0], [0]
+
+    def write(path: Path, data: bytes, **others: Any) -> None:
+        written[0] += 1
+        if written[0] == kill_at[0]:
+            raise InterruptedError
+        write_file(path, data, **others)
+
+    monkeypatch.setattr(credentials, "write_file", write)
+    monkeypatch.setattr(tokens, "write_file", write)
+    for began_with in ("nothing", "all"):
+        for number in range(1, 100):
+            directory = tmp_path / f"{began_with}{number}"
+            kill_at[0] = 0
+            if began_with == "all":
+                credentials.make(directory, ["node1"])
+            written[0], kill_at[0] = 0, number
+            try:
+                credentials.make(directory, ["node2"])
+            except InterruptedError:
+                kill_at[0] = 0
+            if began_with == "all":
+                check_usable(directory)
+            if kill_at[0]:
+                assert number > 12
+                break
+            credentials.make(directory, ["node2"])
+            check_usable(directory)
+
+
+def check_usable(directory: Path) -> None:
+    for holder in credentials.HOLDERS:
+        folder = directory / holder
+        files = {"SWIFT_TLS_CERT": str(folder / "tls.pem"), "SWIFT_TLS_KEY": str(folder / "tls.key")}
+        assert {found.status for found in doctor.certificates(files, time.time())} <= {"ok", "warn"}
+        assert (folder / "ca.pem").read_bytes() == (directory / "authority" / "ca.pem").read_bytes()
+        x509.load_pem_x509_certificate((folder / "tls.pem").read_bytes()).verify_directly_issued_by(
+            x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes())
+        )
+        token = (folder / "token").read_text().strip()
+        assert Authority(directory / "services").grant(token).subject == holder
+
+
 def test_each_holder_may_do_what_its_roles_say(
     address: str, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,7 +157,7 @@ def test_a_second_time_it_renews_and_adds_hosts(directory: Path) -> None:
     after = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
     assert before.keys() == after.keys()
     changed = {path.name for path in before if before[path] != after[path]}
-    assert changed == {"tls.pem", "tls.key", "token"}
+    assert changed == {"tls.pem", "token"}
     authority = Authority(directory / "services")
     new = (directory / "ranks" / "token").read_text().strip()
     assert [authority.grant(token).job for token in (old, new)] == [EVERY_JOB, EVERY_JOB]
@@ -124,7 +172,7 @@ def test_a_variable_of_one_file_goes_first(directory: Path, tmp_path: Path) -> N
 
 
 def test_a_directory_without_credentials_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"SWIFT_CREDENTIALS .*: there is no ca.pem: make one with"):
+    with pytest.raises(UsageError, match=r"SWIFT_CREDENTIALS .*: there is no ca.pem .*: make one with"):
         Credentials.from_environment({ENV_CREDENTIALS: str(tmp_path)})
 
 

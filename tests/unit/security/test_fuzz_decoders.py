@@ -22,7 +22,6 @@ from swift_ft.log.frame import (
     CODEC_LZ4,
     CODEC_NONE,
     FrameHeader,
-    checksum,
     decode_header,
     decode_record,
     encode_header,
@@ -75,7 +74,7 @@ def frame(codec: int = CODEC_NONE) -> bytes:
         codec=codec,
         raw_bytes=len(body),
         stored_bytes=len(stored),
-        body_crc=checksum(stored),
+        body_crc=crc32c.crc32c(stored),
         digest=digest_of("float32", (32, 32), body),
     )
     return encode_header(header) + stored

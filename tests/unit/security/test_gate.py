@@ -17,7 +17,7 @@ from swift_ft.log import admin
 from swift_ft.log.protocol import client_options, message_of, reason_of
 from swift_ft.log.record import RecordKey
 from swift_ft.tokens import COORDINATOR, LOG, MAY_CALL, Role
-from swift_ft_services.authorization import CallLimits
+from swift_ft_services.authorization import Call, CallLimits, Gate, Lane, LaneLimits
 from swift_ft_services.logserver.state import EngineConfig
 from tests.health_probe import check_service
 from tests.log_client import LogWriter
@@ -230,6 +230,37 @@ def test_calls_of_one_address_are_counted_and_given_back(keys: Keys) -> None:
             waiting[0].cancel()
             eventually(lambda: call(server.address, "Read", reading, None)[0] is grpc.StatusCode.OK)
         eventually(lambda: not server.gate._calls)
+
+
+class Unheard:
+    """The context of a call whose end gRPC has not reported yet."""
+
+    cancelled = False
+
+    def add_callback(self, _callback: Callable[[], None]) -> bool:
+        return True
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+def test_a_call_that_is_ended_to_make_room_leaves_its_place_at_once() -> None:
+    gate, now = Gate(None, limits=CallLimits(per_peer=1)), [0.0]
+    lane = Lane("control", LaneLimits(calls=1, part=1.0), lambda: now[0])
+
+    def enter() -> tuple[Call, Unheard]:
+        call, visit, context = lane.admit(""), gate.admit(LOG + "Fence", None), Unheard()
+        assert call is not None
+        call.begin(context)
+        visit.enter("ipv4:10.0.0.1:1", call.lane)
+        call.on_end = visit.leave
+        return call, context
+
+    late, context = enter()
+    late.waits_since = 0.0
+    now[0] = 1.0
+    enter()
+    assert context.cancelled
 
 
 def limited(config: EngineConfig, *requests: tuple[str, bytes]) -> list[tuple[grpc.StatusCode, str]]:

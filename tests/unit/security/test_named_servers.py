@@ -19,6 +19,7 @@ from swift_ft_services.coordinator import commands as m
 from swift_ft_services.coordinator.driver import Driver
 from swift_ft_services.coordinator.log_calls import LogServers
 from swift_ft_services.coordinator.service import Context, Servicer
+from tests.unit.coordinator.driver_world import Aborted, Caller, Taker
 from tests.unit.security.world import JOB, Keys
 
 NAMED = "10.255.255.1:7301"
@@ -92,25 +93,8 @@ def test_a_token_goes_to_nobody_whose_certificate_does_not_say_who_he_is(
     assert bool(listener.wait()) is (who == "ours")
 
 
-class Aborted(Exception):
-    pass
-
-
-class Refusing:
-    """A call's context."""
-
-    async def abort(self, code: object, details: str, *_trailers: object) -> None:
-        raise Aborted(f"{code}: {details}")
-
-
-class Taker:
-    """A driver that keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.commands: list[m.Command] = []
-
-    async def apply(self, _job: str, command: m.Command) -> None:
-        self.commands.append(command)
+def asked(**fields: str) -> pb.ChangeLogServersRequest:
+    return pb.ChangeLogServersRequest(job=JOB, **fields)
 
 
 def change(**fields: str) -> list[m.Command]:
@@ -118,9 +102,8 @@ def change(**fields: str) -> list[m.Command]:
     taker = Taker()
     refused: list[str] = []
     servicer = Servicer(cast("Driver", taker), refused.append)
-    request = pb.ChangeLogServersRequest(job=JOB, **fields)
     try:
-        asyncio.run(servicer.ChangeLogServers(request, cast("Context", Refusing())))
+        asyncio.run(servicer.ChangeLogServers(asked(**fields), cast("Context", Caller())))
     except Aborted:
         assert refused == ["invalid"]
         assert taker.commands == []
@@ -136,18 +119,16 @@ def test_a_token_is_never_sent_in_clear_text_to_where_a_caller_says(
         monkeypatch.setenv(ENV_INSECURE, insecure)
         with pytest.raises(Aborted, match=rf"INVALID_ARGUMENT.*{ENV_CA}.*clear text"):
             change(lost="127.0.0.1:1", add=NAMED)
-    assert change(add="127.0.0.1:7301") == [m.ChangeLogServers(add="127.0.0.1:7301")]
-    assert change(lost=NAMED) == [m.ChangeLogServers(lost=NAMED)], "nobody connects to what is given up"
+    assert change(add="127.0.0.1:7301") == [asked(add="127.0.0.1:7301")]
+    assert change(lost=NAMED) == [asked(lost=NAMED)], "nobody connects to what is given up"
     monkeypatch.delenv(ENV_TOKEN_FILE)
-    assert change(add=NAMED) == [m.ChangeLogServers(add=NAMED)], (
-        "there is nothing to tell, and it was allowed"
-    )
+    assert change(add=NAMED) == [asked(add=NAMED)], "there is nothing to tell, and it was allowed"
     monkeypatch.setenv(ENV_INSECURE, "")
     with pytest.raises(Aborted, match=ENV_CA):
         change(add=NAMED)
     monkeypatch.setenv(ENV_TOKEN_FILE, str(token))
     monkeypatch.setenv(ENV_CA, str(ca.certificate))
-    assert change(add=NAMED, add_host="a04") == [m.ChangeLogServers(add=NAMED, add_host="a04")]
+    assert change(add=NAMED, add_host="a04") == [asked(add=NAMED, add_host="a04")]
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import jwt
 import pytest
 
 from swift_ft import credentials as channel
 from swift_ft import events, tokens
-from swift_ft.credentials import ENV_TOKEN_FILE, Complaints, Credentials, Renewal, due, open_channel
+from swift_ft.credentials import ENV_TOKEN_FILE, Credentials, Renewal, open_channel
 from swift_ft.errors import AccessDenied, RecordMissing, UsageError
 from swift_ft.log import admin
 from swift_ft.log.reader import LogReader, never
@@ -28,18 +29,18 @@ from tests.unit.log.service import eventually
 from tests.unit.security.world import JOB, RANK, Guarded, Keys, touched
 
 
-class Clocks:
-    """Both of them, as the renewal sees them."""
+class Clock:
+    """Both clocks, as the renewal sees them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._began = (time.time(), time.monotonic())
-        self._ahead = {"time": 0.0, "monotonic": 0.0}
-        monkeypatch.setattr(time, "time", lambda: self._began[0] + self._ahead["time"])
-        monkeypatch.setattr(time, "monotonic", lambda: self._began[1] + self._ahead["monotonic"])
+        self._ahead_s = [0.0, 0.0]
+        monkeypatch.setattr(time, "time", lambda: self._began[0] + self._ahead_s[0])
+        monkeypatch.setattr(time, "monotonic", lambda: self._began[1] + self._ahead_s[1])
 
-    def go(self, seconds: float, *names: str) -> None:
-        for name in names or tuple(self._ahead):
-            self._ahead[name] += seconds
+    def go(self, wall_s: float, monotonic_s: float) -> None:
+        self._ahead_s[0] += wall_s
+        self._ahead_s[1] += monotonic_s
 
 
 @pytest.fixture
@@ -48,8 +49,8 @@ def keys(tmp_path: Path) -> Keys:
 
 
 @pytest.fixture
-def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
-    return Clocks(monkeypatch)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
 
 
 def renewal_of(keys: Keys, key: Path | None = None, lifetime_s: float = 60.0) -> Renewal:
@@ -58,34 +59,28 @@ def renewal_of(keys: Keys, key: Path | None = None, lifetime_s: float = 60.0) ->
 
 @pytest.mark.parametrize(
     ("wall_s", "monotonic_s", "expected"),
-    [
-        (0, 0, False),
-        (29, 29, False),
-        (30, 30, True),
-        (0, 30, True),
-        (30, 0, True),
-        (-0.5, 0, False),
-        (-2, 0, True),
-    ],
+    [(29, 29, False), (30, 30, True), (0, 30, True), (30, 0, True), (-0.5, 0, False), (-2, 0, True)],
 )
 def test_half_of_the_lifetime_is_left_by_either_clock(
-    wall_s: float, monotonic_s: float, expected: bool
+    keys: Keys, clock: Clock, wall_s: float, monotonic_s: float, expected: bool
 ) -> None:
-    assert due(1000 + wall_s, 50 + monotonic_s, (1000, 50), 60) is expected
+    renewal = renewal_of(keys)
+    renewal.turn()
+    clock.go(wall_s, monotonic_s)
+    assert renewal.turn() is expected
 
 
-@pytest.mark.usefixtures("clocks")
-def test_a_token_is_written_when_half_of_it_is_over_and_not_before(keys: Keys, clocks: Clocks) -> None:
+def test_a_token_is_written_when_half_of_it_is_over_and_not_before(keys: Keys, clock: Clock) -> None:
     renewal = renewal_of(keys)
     assert renewal.turn()
     first = renewal.out.read_text()
     assert stat.S_IMODE(renewal.out.stat().st_mode) == 0o600
     grant = Authority(keys.verifying).grant(first.strip())
     assert (grant.job, grant.roles, grant.generation_max) == (JOB, frozenset(RANK), None)
-    clocks.go(29)
+    clock.go(29, 29)
     assert not renewal.turn()
     assert renewal.out.read_text() == first
-    clocks.go(1)
+    clock.go(1, 1)
     assert renewal.turn()
     assert renewal.out.read_text() != first
     assert not renewal.turn()
@@ -113,11 +108,11 @@ def test_a_key_is_replaced_by_its_link(keys: Keys) -> None:
     Authority(keys.verifying).grant(renewal.out.read_text().strip())
 
 
-def test_what_cannot_be_renewed_leaves_the_old_token_and_is_tried_again(keys: Keys, clocks: Clocks) -> None:
+def test_what_cannot_be_renewed_leaves_the_old_token_and_is_tried_again(keys: Keys, clock: Clock) -> None:
     renewal = renewal_of(keys)
     renewal.turn()
     before = renewal.out.read_text()
-    clocks.go(30)
+    clock.go(30, 30)
     away = keys.signing.with_suffix(".away")
     keys.signing.rename(away)
     for _ in range(2):
@@ -128,24 +123,31 @@ def test_what_cannot_be_renewed_leaves_the_old_token_and_is_tried_again(keys: Ke
     assert renewal.turn()
 
 
-def test_a_file_that_cannot_be_written_is_tried_again(keys: Keys, clocks: Clocks, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_tried_again(keys: Keys, clock: Clock, tmp_path: Path) -> None:
     renewal = Renewal(keys.signing, tmp_path / "absent" / "rank.token", JOB, RANK, 60)
     for _ in range(2):
         with pytest.raises(FileNotFoundError):
             renewal.turn()
     (tmp_path / "absent").mkdir()
     assert renewal.turn()
-    clocks.go(30)
+    clock.go(30, 30)
     assert renewal.turn()
 
 
-def test_trouble_is_told_once_and_again_after_its_end() -> None:
-    complaints = Complaints()
-    error = UsageError("the key is gone")
-    said = [complaints.about(what) for what in (error, error, None, error, OSError(28, "No space left", "f"))]
-    assert [bool(line) for line in said] == [True, False, False, True, True]
-    assert "the key is gone" in said[0]
-    assert said[-1].endswith("f: No space left")
+def test_trouble_is_told_once_and_again_after_its_end(
+    keys: Keys, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renewal = renewal_of(keys)
+    gone = UsageError("the key is gone")
+    problem = ""
+    told = []
+    for error in (gone, gone, None, gone, OSError(28, "No space left", "f")):
+        monkeypatch.setattr(renewal, "turn", mock.Mock(side_effect=error, return_value=False))
+        problem = command._turn(renewal, 1.0, problem)
+        told.append(capsys.readouterr().err)
+    assert [line.count("\n") for line in told] == [1, 0, 0, 1, 1]
+    assert "the key is gone" in told[0]
+    assert told[-1].endswith("f: No space left\n")
 
 
 # -- the command ------------------------------------------------------------------------------------------

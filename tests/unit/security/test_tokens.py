@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import stat
 import time
 from pathlib import Path
@@ -39,12 +40,31 @@ def test_a_key_is_its_owners_alone(keys: Keys) -> None:
     assert stat.S_IMODE(keys.file("a", "x").stat().st_mode) == 0o600
 
 
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o644, 0o660, 0o601])
+@pytest.mark.parametrize("mode", [0o604, 0o644, 0o660, 0o601])
 def test_a_key_that_others_can_reach_is_refused_in_one_line(keys: Keys, mode: int) -> None:
     keys.signing.chmod(mode)
     with pytest.raises(UsageError, match="chmod 600") as caught:
         SigningKey.load(keys.signing, "--key")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("user", "owner", "mode", "exposed"),
+    [
+        *((7300, 0, mode, False) for mode in (0o400, 0o600, 0o440, 0o640)),
+        *((7300, 0, mode, True) for mode in (0o660, 0o650, 0o444, 0o641)),
+        *((7300, 7300, mode, False) for mode in (0o400, 0o600)),
+        *((7300, 7300, mode, True) for mode in (0o440, 0o640, 0o620, 0o604)),
+        *((0, 0, mode, False) for mode in (0o400, 0o600)),
+        *((0, 0, mode, True) for mode in (0o440, 0o640)),
+    ],
+)
+def test_roots_group_may_read_a_key_and_nobodys_else(
+    user: int, owner: int, mode: int, exposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for PostgreSQL. The kubelet's are 0440."""
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    assert tokens.is_exposed(os.stat_result((mode, 0, 0, 1, owner, 7300, 0, 0, 0, 0))) == exposed
 
 
 def test_an_expired_token_is_refused_also_if_it_is_known(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,8 +27,8 @@ from swift_ft.cli_parser import Parser
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.lab.bench import output
 from swift_ft.lab.drill.cluster import Cluster
-from swift_ft.planner import Assignment
-from swift_ft.planner.schedule import Costs, Work, owners_of, plan_step, shortest_period
+from swift_ft.lab.plan.rerouted import Request, Way
+from swift_ft.planner.schedule import Costs, plan_step, shortest_period
 from swift_ft.text import show, table
 
 MODES: dict[str, dict[str, Any]] = {
@@ -62,8 +62,6 @@ class Shape(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """The measurements of one run."""
-
     full_s: float
     """Median seconds of a step of all ranks."""
     less_s: float
@@ -161,25 +159,21 @@ def _planned(shape: Shape, mode: str) -> tuple[float, float]:
     """Returns the length of the planned step and of the bound, over that of 1F1B with all ranks."""
     stages, replicas, microbatches, lost, _ = shape
     settings = MODES[mode]
-    split = settings.get("split_backward", True)
     rest = (1.0,) * (stages - 1)
-    memory = settings.get("adaptive_memory", 1.0)
-    whole = Assignment.grid(stages * replicas, replicas=replicas)
-    gone = {whole.at(*place) for place in lost}
-    left = whole.held_by({slot: slot for slot in whole.occupied if slot not in gone}).rerouted()
-    work = Work(
+    request = Request(
         stages=stages,
-        origins=replicas,
+        replicas=replicas,
         microbatches=microbatches,
-        owners=owners_of(left, microbatches),
-        split=split,
         costs=Costs(backward_input=(0.0, *rest), backward_weight=(2.0, *rest)),
-        cap={
-            stage * replicas + replica: round(min(microbatches, stages - stage) * memory)
-            for stage in range(stages)
-            for replica in range(replicas)
-        },
+        losses=len(lost),
     )
+    way = Way(
+        name=mode,
+        words="",
+        split=settings.get("split_backward", True),
+        memory=settings.get("adaptive_memory", 1.0),
+    )
+    work = request.work(way, lost)
     usual = 3.0 * (microbatches + stages - 1)
     staggered = settings.get("staggered", False)
     planned = shortest_period(work, staggered=True) if staggered else plan_step(work).length
@@ -204,7 +198,6 @@ def _lost(words: str, stages: int, replicas: int) -> list[tuple[int, int]]:
 
 
 def text(result: dict[str, Any]) -> list[str]:
-    """Formats the result: a line for each mode, and the verdict."""
     lost = ", ".join(f"stage {stage} of replica {replica}" for stage, replica in result["lost"])
     rows = [["step without them over a step of all", "measured", "plan", "bound", "throughput", "held"]]
     for mode, each in result["modes"].items():

@@ -59,7 +59,6 @@ class Trainer:
         self.parameters = sum(p.numel() for p in self._module.parameters())
 
     def step(self) -> float:
-        """Runs a step and returns its seconds."""
         began = time.monotonic()
         self._optimizer.zero_grad()
         self._module(self._x).square().mean().backward()
@@ -74,8 +73,6 @@ class Trainer:
 
 
 class Bench:
-    """Rounds with the same trainer."""
-
     def __init__(self, place: Path, elements: int) -> None:
         self.trainer = Trainer(elements)
         self.rounds = Rounds()
@@ -96,7 +93,7 @@ class Bench:
             folder.mkdir()
             with alone():
                 began = time.monotonic()
-                wait = form.save(self.trainer.state(), folder, fsync=True, together=False)
+                wait = form.save(self.trainer.state(), folder, fsync=True)
                 if way in BLOCKING:
                     wait()
                 stall = durable = time.monotonic() - began
@@ -148,7 +145,6 @@ class Bench:
 
 
 def text(result: dict[str, Any], rounds: int) -> list[str]:
-    """Formats the result: the limits, a line for each way, and the goal."""
     rows = [["", "stall ms", "durable ms", "cost ms", "stall / copy", "durable / write", "cost in steps"]]
     for way, case in result["ways"].items():
         times = [f"{1e3 * case[name]:.1f}" for name in ("stall_s", "durable_s", "cost_s")]

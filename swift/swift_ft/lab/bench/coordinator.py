@@ -34,7 +34,7 @@ LEASE_S = 60.0
 PHASE_S = 900.0
 BEATS_S = 4.0
 """Duration of the phase with heartbeats only."""
-RECOVERY_CPU_S_MAX = 2.0
+RECOVERY_CPU_S_MAX = 1.0
 GROWTH_MAX = 6.0
 """Upper limit of the growth of the recovery's CPU seconds for four times as many members."""
 PHASES = ("join", "checkpoint", "recovery")
@@ -122,7 +122,6 @@ def phase(pid: int, processes: Sequence[Worker], order: str, **fields: Any) -> d
 
 
 def text(document: dict[str, Any]) -> list[str]:
-    """Formats the document: a line for each number of members, then the goals."""
     rows = [["members", *(f"{name} cpu s" for name in PHASES), "beats", "recovery s", "view bytes a member"]]
     for case in document["cases"]:
         used = [f"{case[f'{name}_cpu_s']:g}" for name in PHASES]

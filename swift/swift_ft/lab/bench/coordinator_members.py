@@ -34,8 +34,6 @@ class _Fenced(Exception):
 
 
 class Fleet:
-    """The members of this process."""
-
     def __init__(self, address: str, members: int, replicas: int, ranks: range) -> None:
         self.world_size = members
         self.replicas = replicas
@@ -77,8 +75,6 @@ class Fleet:
 
 
 class Member:
-    """One member, through all its incarnations."""
-
     def __init__(self, fleet: Fleet, rank: int) -> None:
         self._fleet = fleet
         self._rank = rank

@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -117,37 +116,10 @@ def cpu_s(pid: int) -> float:
         raise ServiceError("a process of the benchmark has ended") from None
 
 
-class Others:
-    """How busy other programs keep this machine while a benchmark runs. Time that a hypervisor takes is theirs, too."""
-
-    def __init__(self) -> None:
-        self._began, self._busy_s, self._own_s = time.monotonic(), _busy_s(), _own_s()
-
-    def share(self) -> float:
-        """Returns the fraction of all processors that others have had since this was made."""
-        whole_s = (time.monotonic() - self._began) * (os.cpu_count() or 1)
-        others_s = (_busy_s() - self._busy_s) - (_own_s() - self._own_s)
-        return min(1.0, max(0.0, others_s / whole_s))
-
-
-def _busy_s(stat: str = "/proc/stat") -> float:
-    """Returns the seconds that processors have worked since the machine's start, as proc(5) has them."""
-    user, nice, system, _, _, irq, softirq, steal = map(int, Path(stat).read_text().split(maxsplit=9)[1:9])
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
-
-
-def _own_s() -> float:
-    """Returns the processor time of this process, and of its descendants that have ended."""
-    usages = (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
-
-
 # Rounds. A busy machine slows all of a round, so ratios are taken within rounds.
 
 
 class Rounds:
-    """Measurements by name, one of each in every round."""
-
     def __init__(self) -> None:
         self.values: defaultdict[str, list[float]] = defaultdict(list)
 
@@ -156,7 +128,6 @@ class Rounds:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Notes the seconds of the block."""
         began = time.monotonic()
         yield
         self.note(name, time.monotonic() - began)
@@ -165,11 +136,9 @@ class Rounds:
         return float(statistics.median(self.values[name]))
 
     def ratios(self, name: str, over: str) -> list[float]:
-        """Returns the ratio of each round."""
         return [one / other for one, other in zip(self.values[name], self.values[over], strict=True)]
 
     def ratio(self, name: str, over: str) -> float:
-        """Returns the median of the rounds' ratios."""
         return statistics.median(self.ratios(name, over))
 
     def summary_ms(self, name: str) -> dict[str, float]:
@@ -181,7 +150,6 @@ class Rounds:
 
 
 def goal(value: float, *, at_least: float | None = None, at_most: float | None = None) -> dict[str, Any]:
-    """Compares what was measured with its limit."""
     if at_most is None:
         assert at_least is not None
         return {"at_least": at_least, "value": value, "met": value >= at_least}
@@ -189,7 +157,6 @@ def goal(value: float, *, at_least: float | None = None, at_most: float | None =
 
 
 def goal_words(goal: Mapping[str, Any], what: str, unit: str = "") -> str:
-    """Formats a goal as a line of text."""
     bound = f"at least {goal['at_least']:g}" if "at_least" in goal else f"at most {goal['at_most']:g}"
     outcome = "met" if goal["met"] else "missed"
     return f"goal {bound}{unit}: {goal['value']:.2f}{unit}, {outcome} ({what})"
@@ -262,7 +229,6 @@ def check_json(path: Path | None, option: str = "--json") -> None:
 
 
 def write_json(path: Path | None, result: Mapping[str, Any]) -> None:
-    """Writes the result as JSON, atomically, if a path was given."""
     if path is not None:
         write_text(path, json.dumps(result, indent=2) + "\n")
 

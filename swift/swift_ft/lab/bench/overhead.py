@@ -2,7 +2,9 @@
 
     plain     torch alone: four ranks, 1F1B, AdamW, clipping, a scheduler (`overhead_ranks`)
     session   the same loop under a session, with its sidecars, a log server, a coordinator and a launcher
-With `--device` the ranks of both jobs are on a device, under a session; one of the two records (`recording_on`).
+With `--paced` the stages wait as long as a device would compute, and no core is busy meanwhile; the host's time for a
+record is measured, too. With `--device` the ranks of both jobs are on a device, under a session; one of the two records
+(`recording_on`).
 
 Both jobs run at the same time and take turns in short slices; a ratio is taken within a round. CPU time is that of all
 processes, by kind, because a busy machine changes it far less than wall time. On cores that are shared and fully used
@@ -38,17 +40,20 @@ _RANKS = "swift_ft.lab.bench.overhead_ranks"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """A model and its goal. On two cores of a quiet machine a `short` step takes about 90 ms, a `long` one 0.7 s."""
+    """A model and its goal. On two cores of a quiet machine a `short` step takes about 85 ms, a `long` one 0.65 s."""
 
     model: ModelConfig
     goal: float
     """Upper limit of session / plain."""
 
 
+_SHORT = replace(MODELS["default"], layers=4, microbatch=2)
+_PACE = {name: getattr(MODELS["paced"], name) for name in ("forward_s", "backward_s")}
 SIZES = {
-    "short": Size(model=replace(MODELS["default"], layers=4, microbatch=2), goal=1.35),
-    "long": Size(model=replace(MODELS["default"], width=256), goal=1.12),
+    "short": Size(model=_SHORT, goal=1.12),
+    "long": Size(model=replace(MODELS["default"], width=256), goal=1.03),
 }
+PACED = {"paced": Size(model=replace(_SHORT, **_PACE), goal=1.01)}
 
 
 class Job:
@@ -90,11 +95,16 @@ class Job:
         return [json.loads(answer) for answer in answers]
 
     def slice(self, steps: int) -> dict[str, Any]:
-        """Runs the next slice. Returns a step's wall seconds, and its CPU seconds by kind of process."""
+        """Runs the next slice. Returns a step's wall seconds, its CPU seconds by kind of process, and the seconds that
+        the trainer's thread has spent on each record."""
         before = self._cpu_s()
-        seconds = max(answer["seconds"] for answer in self.ask("go"))
+        answers = self.ask("go")
         cpu_s = {kind: (after - before[kind]) / steps for kind, after in self._cpu_s().items()}
-        return {"step_s": seconds / steps, "cpu_s": cpu_s}
+        return {
+            "step_s": max(answer["seconds"] for answer in answers) / steps,
+            "cpu_s": cpu_s,
+            "records_s": [second for answer in answers for second in answer["records_s"]],
+        }
 
     def ask(self, word: str) -> list[dict[str, Any]]:
         """Runs the next slice. Returns what each rank answers."""
@@ -273,6 +283,7 @@ def evaluate(name: str, size: Size, rounds: Sequence[Mapping[str, Any]]) -> dict
         "verdict": output.verdict(low, high, size.goal),
         "cpu_ms": cpu_ms,
         "cpu_ratio": sum(cpu_ms["session"].values()) / sum(cpu_ms["plain"].values()),
+        "record_us": 1e6 * statistics.median(second for r in rounds for second in r["session"]["records_s"]),
         "measured": list(rounds),
     }
 
@@ -292,12 +303,16 @@ def text(result: Mapping[str, Any]) -> list[str]:
         f"of CPU {result['cpu_ratio']:.3f}",
         "",
         *table(rows),
+        f"a record takes {result['record_us']:.0f} us of the trainer's thread",
         f"goal at most {result['goal']}: {ratio['median']:.3f}, {result['verdict']}",
     ]
 
 
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("--pipeline", action="store_true", help="what is measured in any case")
+    parser.add_argument(
+        "--paced", action="store_true", help="stages wait instead of computing, as for a device of their own"
+    )
     parser.add_argument("--size", choices=SIZES, action="append", help="of its steps (default: both)")
     parser.add_argument(
         "--device",
@@ -325,6 +340,8 @@ def _run_on(device: str, rounds: int, slice_steps: int) -> dict[str, Any]:
 def run(arguments: Any) -> dict[str, Any]:
     if arguments.rounds < 1 or arguments.slice_steps < 1:
         raise UsageError("--rounds and --slice-steps take 1 or more")
+    if arguments.paced and (arguments.size or arguments.device != "cpu"):
+        raise UsageError("--paced takes neither --size nor --device: it has a size of its own")
     if arguments.device != "cpu":
         return _run_on(arguments.device, arguments.rounds, arguments.slice_steps)
     on = output.machine()
@@ -332,8 +349,9 @@ def run(arguments: Any) -> dict[str, Any]:
         f"{on}; {STAGES} ranks, medians of {arguments.rounds} rounds, slices of {arguments.slice_steps} steps"
     )
     results = []
-    for name in arguments.size or SIZES:
-        result = evaluate(name, SIZES[name], measure(SIZES[name], arguments.rounds, arguments.slice_steps))
+    sizes = PACED if arguments.paced else {name: SIZES[name] for name in arguments.size or SIZES}
+    for name, size in sizes.items():
+        result = evaluate(name, size, measure(size, arguments.rounds, arguments.slice_steps))
         results.append(result)
         show(["", *text(result)])
     unsure = any(result["verdict"] == "INCONCLUSIVE" for result in results)

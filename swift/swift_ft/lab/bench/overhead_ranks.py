@@ -26,7 +26,7 @@ from swift_ft.lab.bench.overhead import LATE
 from swift_ft.lab.drill.model import ByteLoader, loss_fn, make_stage, standard_library
 from swift_ft.lab.drill.topology import ModelConfig
 from swift_ft.lab.drill.trainer import make_scheduler
-from swift_ft.train.boundary_log import DeviceCapture
+from swift_ft.train.boundary_log import DeviceCapture, HostCapture
 
 SEED = 0
 MAX_NORM = 1.0
@@ -38,7 +38,7 @@ class Slices:
     """A rank's connection to the benchmark."""
 
     def __init__(
-        self, path: str, steps: int, drain: Callable[[], None], watch: "Watch | None", **about: Any
+        self, path: str, steps: int, drain: Callable[[], None], watch: "Watch | RecordTimes", **about: Any
     ) -> None:
         self._steps, self._drain, self._watch, self._about = steps, drain, watch, about
         with socket.socket(socket.AF_UNIX) as line:
@@ -53,15 +53,38 @@ class Slices:
             return
         seconds = time.perf_counter() - self._began
         self._drain()
-        seen = {} if self._watch is None else self._watch.seen()
+        seen = self._watch.seen()
         answer = {"seconds": seconds, **seen} if step else {"pid": os.getpid(), **self._about}
         self._line.write(json.dumps(answer) + "\n")
         self._line.flush()
         if not (line := self._line.readline()):
             os._exit(0)
-        if self._watch is not None:
-            self._watch.begin(late=line.strip() == LATE)
+        self._watch.begin(late=line.strip() == LATE)
         self._began = time.perf_counter()
+
+
+class RecordTimes:
+    """Measures what each record takes of the trainer's thread."""
+
+    def __init__(self) -> None:
+        self._records_s: list[float] = []
+        record = HostCapture.record
+
+        def recorded(capture: HostCapture, *args: Any, **options: Any) -> None:
+            began = time.perf_counter()
+            record(capture, *args, **options)
+            self._records_s.append(time.perf_counter() - began)
+
+        patched: Any = HostCapture
+        patched.record = recorded
+
+    def begin(self, *, late: bool) -> None:
+        assert not late
+
+    def seen(self) -> dict[str, Any]:
+        """Returns what was seen since the last call."""
+        seen, self._records_s = self._records_s, []
+        return {"records_s": seen}
 
 
 LATE_CYCLES = 8_000_000
@@ -169,7 +192,8 @@ def train(config: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     model, stages, microbatches = ModelConfig(**config["model"]), config["stages"], config["microbatches"]
     loop: Any
-    device, watch = config.get("device", "cpu"), None
+    device = config.get("device", "cpu")
+    watch: Watch | RecordTimes = RecordTimes()
     if device != "cpu":
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count())
         torch.use_deterministic_algorithms(torch.device(device).type == "cuda")

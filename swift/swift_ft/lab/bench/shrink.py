@@ -23,7 +23,7 @@ from swift_ft.lab.bench.output import Rounds
 from swift_ft.lab.bench.shrink_members import LEFT_MIN
 from swift_ft.text import show, table
 
-RATIO_MAX = 2.0
+RATIO_MAX = 1.5
 PATIENCE_S = 120.0
 PHASES = ("error", "shrunk", "agreed")
 _PROGRAM = str(Path(__file__).with_name("shrink_members.py"))
@@ -126,7 +126,6 @@ def _mpiexec(python: str) -> tuple[str, str] | None:
 
 
 def text(result: dict[str, Any]) -> list[str]:
-    """Formats the result: a line for each phase, and the verdict."""
     systems = [system for system in ("swift", "mpi") if f"{system}_ms" in result]
     rows = [["from the kill until all have", *(word for name in systems for word in (f"{name} ms", "max"))]]
     for phase, words in zip(PHASES, ("an error", "shrunk", "agreed"), strict=True):

@@ -21,8 +21,6 @@ PAUSE_S = 0.3
 
 
 class SwiftMembers:
-    """Members of a `swift_ft.Communicator`."""
-
     errors: type[Exception] = RuntimeError
 
     def __init__(self) -> None:
@@ -50,8 +48,6 @@ class SwiftMembers:
 
 
 class MpiMembers:
-    """Members of MPI's world, with ULFM's calls."""
-
     def __init__(self) -> None:
         import torch  # noqa: F401  (a trainer's process has it, and the kernel takes its time to end such a large one)
         from mpi4py import MPI

@@ -33,7 +33,6 @@ _SHOWN_MAX = 5
 
 
 def verdict_lines(verdict: Verdict) -> Iterator[str]:
-    """Yields the verdict as text lines."""
     yield f"{verdict.word}: {_summary(verdict)}"
     if verdict.found is not None:
         record, named = verdict.found.record, _named(verdict)
@@ -81,7 +80,6 @@ def _nothing_shown(resumed_at: int | None) -> str:
 
 
 def as_json(verdict: Verdict) -> dict[str, Any]:
-    """Returns the verdict as JSON."""
     found = verdict.found
     return {
         "verdict": verdict.word,
@@ -166,7 +164,6 @@ def _kill(spec: str, *, own: bool) -> fault_grammar.RankFault:
 
 
 def run(config: Config) -> int:
-    """Executes the verification. Returns the exit code."""
     made = ScriptRuns if config.own_checkpoints else SessionRuns
     with work_directory(config.directory, keep=config.keep, name="verification") as (place, keep):
         try:

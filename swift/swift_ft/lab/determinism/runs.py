@@ -72,13 +72,10 @@ class Config:
 
     @property
     def replaces(self) -> bool:
-        """Returns whether a lost rank is replaced by a new process."""
         return self.lost_shard is None and (self.strategy is None or not shrinks(self.strategy))
 
 
 class _Runs(ABC):
-    """Base of the runs with a session and of those without."""
-
     no_steps = ""
     """Error message for a script whose steps were not seen."""
 
@@ -137,8 +134,6 @@ class _Runs(ABC):
 
 
 class SessionRuns(_Runs):
-    """Runs of a script with a `swift_ft.Session`."""
-
     no_steps = (
         "no step of a swift_ft.Session was seen; a script with checkpoints of its own needs --own-checkpoints"
     )
@@ -185,8 +180,6 @@ class SessionRuns(_Runs):
 
 
 class ScriptRuns(_Runs):
-    """Runs of a script with checkpoints of its own."""
-
     no_steps = (
         "no step was seen: it must call step() of a torch.optim.Optimizer, and it must begin anew in an empty "
         f"directory (the working directory, or {RUN} in its arguments)"

@@ -94,7 +94,6 @@ class Run:
         return self._placed.get((rank, step, last))
 
     def history(self, rank: int) -> list[Record]:
-        """Returns every step of that rank, in order."""
         found = (self.at(rank, step) for step in range(self.num_steps))
         return [record for record in found if record is not None]
 
@@ -149,8 +148,6 @@ _ORDER = {
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The first step in which two runs differ."""
-
     record: Record
     """Record of the interrupted (or second) run, of the rank with the first difference."""
     base: Record | None
@@ -253,8 +250,6 @@ _ALL_BEFORE = "all that was recorded before it is equal"
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Most likely cause of a difference."""
-
     name: str
     evidence: tuple[str, ...]
 
@@ -304,7 +299,6 @@ def _of_state(name: str) -> str:
 
 
 def _values(base: Run, found: Divergence, those: list[Difference]) -> tuple[str, ...]:
-    """Describes the first few of the differences."""
     those = [each for each in those if not each.seen.name.startswith(_KEYS)] or those
     said = [f"{each.seen.what().rstrip(',')}: {_value(base, found, each)}" for each in those[:_NAMED_MAX]]
     return (*said, *([f"and {len(those) - _NAMED_MAX} more"] if len(those) > _NAMED_MAX else ()))
@@ -389,8 +383,6 @@ class Runs(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """Result of the verification."""
-
     word: str
     base: Run
     interrupted: Interrupted

@@ -45,7 +45,7 @@ class Calculation:
         self._text = standard_library()
         self._module: StageModule = make_stage(self._config, 0, 1, args.seed)
         self._parameters = list(self._module.parameters())
-        self._optimizer = make_optimizer(args.optimizer, args.optimizer_implementation, self._parameters)
+        self._optimizer = make_optimizer(args.optimizer, self._parameters)
         self._scheduler = make_scheduler(self._optimizer, args.steps)
 
     def step(self, step: int, origins: Sequence[int]) -> None:
@@ -74,7 +74,6 @@ class Calculation:
         self._scheduler.step()
 
     def divisor(self, origins: Sequence[int]) -> int:
-        """Returns the divisor of a sum over these origins."""
         return len(origins)
 
     def _gradients(self, step: int, origin: int) -> list[torch.Tensor]:

@@ -157,7 +157,6 @@ class Process:
             self._popen.wait(KILL_WAIT_S)
 
     def tail(self) -> str:
-        """Returns the last lines of its output."""
         with contextlib.suppress(OSError):
             lines = self.output.read_text(errors="replace").splitlines()
             return "\n".join(f"  {self.name}: {line}" for line in lines[-TAIL_LINES:])
@@ -233,7 +232,6 @@ class Cluster:
 
     @property
     def log_directories(self) -> list[Path]:
-        """Returns one directory for each log server."""
         return [self.directory / _directory_of(name) for name in self._log_servers]
 
     @property
@@ -242,7 +240,6 @@ class Cluster:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Returns the pids of the services and the launcher, by name."""
         return {name: process.pid for name, process in self._processes.items()}
 
     @property
@@ -250,7 +247,6 @@ class Cluster:
         return self.directory / "faults"
 
     def release(self, fault: str) -> None:
-        """Lets the process held at this fault continue."""
         (self.fault_directory / f"{fault}.go").touch(0o600)
 
     def __enter__(self) -> "Cluster":
@@ -321,7 +317,6 @@ class Cluster:
         self._addresses[name] = path.read_text().strip()
 
     def trace(self, event: str, **fields: Any) -> None:
-        """Writes an event of the drill itself to the run's trace."""
         line = {"t": events.now(), "who": "drill", "pid": os.getpid(), "event": event, **fields}
         with open(self.directory / "events" / f"drill-{os.getpid()}.jsonl", "a", opener=private) as file:
             file.write(json.dumps(line) + "\n")
@@ -369,7 +364,6 @@ class Cluster:
         )
 
     def output_tail(self) -> str:
-        """Returns the last lines of every process's output, for debugging."""
         return "\n".join(filter(None, (process.tail() for process in self._processes.values())))
 
     def stop(self) -> None:

@@ -12,7 +12,7 @@ from swift_ft.errors import ServiceError, UsageError
 from swift_ft.files import write_whole
 from swift_ft.lab.drill import options, report, run
 from swift_ft.lab.drill.config import OPTIONS, DrillConfig
-from swift_ft.lab.drill.console import LiveProgress, page, show
+from swift_ft.lab.drill.console import page, show
 from swift_ft.lab.drill.facts import Facts, check_directory, check_file, until_stopped, work_directory
 from swift_ft.lab.drill.topology import Topology
 from swift_ft.planner import quickest
@@ -20,30 +20,19 @@ from swift_ft.planner.groups import RecoveryGroups
 from swift_ft.planner.settings import QUICKEST
 
 DESCRIPTION = "Kills ranks of a real training run and compares every bit with a run that did not fail."
-EPILOG = """\
---kill takes one of these (several are carried out in the order in which the run reaches them; several with the same
-step kill at once):
-  rank=2,step=17,microbatch=3,phase=backward    SIGKILL of a rank by itself, exactly there; phases: forward,
-                                                backward, reduce, update, optimizer, idle, save, replay, copy
-  rank=2,phase=replay                           SIGKILL at the first replay that runs while rank 2 lives
-  rank=2,phase=finish                           SIGKILL in a step that is finished after another loss (--strategy
-                                                lossy-forward)
-  rank=2,phase=copy                             SIGKILL while rank 2 first sends or receives a replica's state
+EPILOG = f"""\
+--kill takes one of these, and may be given several times (docs/drills.md has all phases and what they need):
+  rank=2,step=17,microbatch=3,phase=backward    SIGKILL of a rank by itself, exactly there
+  rank=2,phase=replay                           the same at the first replay (copy, finish) while rank 2 lives
   service=logserver,step=12                     SIGKILL of the log server; it is started again
-  log=0,step=12                                 SIGKILL of that log server for good (needs --log-servers 2 or more),
-                                                together with the ranks that are killed in that step
-  log=0,phase=replay                            the same at the first replay
-  service=coordinator,state=recovering          the coordinator kills itself in this state: fencing, planning,
-                                                recovering, running
-  corrupt=checkpoint,rank=1,step=17             flips a bit of that rank's newest checkpoint, before the rank killed
-                                                at step 17 dies (needs --strategy checkpoint)
-  corrupt=copy,rank=3                           flips a bit of the state that a replica gives to that rank
-  corrupt=log,step=17[,stream=s1.F]             flips a bit of the live log, before the rank killed at that step dies
+  service=coordinator,state=recovering          the coordinator kills itself in this state
+  log=0,step=12 (phase=replay)                  SIGKILL of that log server for good
+  corrupt=log,step=17                           one bit is flipped, before the rank killed at that step dies;
+  corrupt=checkpoint,rank=1,step=17             here in that rank's newest checkpoint
+  corrupt=copy,rank=3                           one bit of the state that another rank gives to that rank
 
---model paced is the tiny model with stages that sleep for a fixed time, as if each had a device of its own.
-The phase reduce is the middle of a step's gradient reduction (needs --replicas), update is the middle of a wait-free
-update (needs --updates wait_free), optimizer is the middle of optimizer.step(). A rank's number is
-pipeline rank * replicas + replica.
+Phases: {", ".join(fault_grammar.PHASES)}.
+A rank's number is pipeline rank * replicas + replica. --model paced is the tiny model with stages that sleep.
 
 exit codes: 0 PASS, 1 FAIL, 2 usage, 3 INCONCLUSIVE or an error of the environment, 130 interrupted
 """
@@ -105,27 +94,22 @@ def check_paths(config: DrillConfig) -> None:
 
 
 def drill(config: DrillConfig) -> int:
-    """Runs the drill, shows the report and returns the exit code."""
-    with (
-        work_directory(config.directory, keep=config.keep, name="drill") as (place, keep),
-        LiveProgress() as progress,
-    ):
+    with work_directory(config.directory, keep=config.keep, name="drill") as (place, keep):
         outputs: list[str] = []
 
         def twin() -> run.Twin:
             stored = run.stored_twin(config, config.twin) if config.twin is not None else None
             if stored is not None:
                 return stored
-            made = run.run_twin(config, place / "twin", progress)
+            made = run.run_twin(config, place / "twin")
             outputs.append(made.output)
             if config.twin is not None:
                 run.store_twin(config, made, config.twin)
             return made
 
-        faulted = run.FaultedRun(config, place / "run", progress)
+        faulted = run.FaultedRun(config, place / "run")
         evidence = faulted.run(twin)
         result = report.build(Facts.of(config, evidence))
-        progress.stop()
         write(config, result)
         show(result)
         if result["verdict"] != report.PASS:

@@ -16,7 +16,6 @@ from swift_ft.lab.drill import faults as fault_specs
 from swift_ft.lab.drill import options, shrinking
 from swift_ft.lab.drill.options import (
     DEFAULT_KILL,
-    IMPLEMENTATIONS,
     ON_OFF,
     OPTIMIZERS,
     Reach,
@@ -125,10 +124,7 @@ class DrillConfig:
         "exact", "how a half-applied step is taken back", known=("exact", "arithmetic", "preimage")
     )
     optimizer: str = of_both(
-        "adamw", "amsgrad is AdamW with amsgrad, sgd has Nesterov momentum", known=tuple(OPTIMIZERS)
-    )
-    optimizer_implementation: str = of_both(
-        "", "torch's implementation of the optimizer (default: torch's choice)", known=IMPLEMENTATIONS
+        "adamw", "amsgrad is AdamW with amsgrad, sgd has Nesterov momentum", known=OPTIMIZERS
     )
     rehearse: str = option(
         "off", "rehearse recoveries while the job runs: 'start', 'always' or 'off'", "WHEN"
@@ -170,10 +166,6 @@ class DrillConfig:
         stages = {rank: shape.stages_of(rank) for rank in range(shape.ranks)}
         if problem := self.groups.problem(shape.stages, stages):
             yield f"--{problem}"
-        versions = OPTIMIZERS[self.optimizer]
-        if self.optimizer_implementation and self.optimizer_implementation not in versions:
-            there = f"there are {', '.join(versions)}" if versions else "leave out --optimizer-implementation"
-            yield f"--optimizer {self.optimizer}: it has no {self.optimizer_implementation} version; {there}"
         yield from self._data_parallel_problems()
         yield from fault_specs.problems(self)
         yield from shrinking.problems(self)
@@ -229,7 +221,6 @@ class DrillConfig:
 
     @property
     def shrinks(self) -> bool:
-        """Returns whether slots of lost ranks stay vacant."""
         return SETTINGS[self.strategy].shrinks or bool(self.lost_shard)
 
     @property
@@ -246,7 +237,6 @@ class DrillConfig:
 
     @property
     def finishes_cut_steps(self) -> bool:
-        """Returns whether a step interrupted by a loss is finished with the remaining ranks' gradients."""
         return self.strategy == "lossy-forward"
 
     @property
@@ -255,7 +245,6 @@ class DrillConfig:
         return shrinking.grown_at(self.grow)
 
     def _values(self) -> dict[str, Any]:
-        """Returns the values of all options by field name."""
         return options.values_of(self.topology, Topology) | options.values_of(self, DrillConfig)
 
     def arguments(self) -> list[str]:
@@ -281,7 +270,6 @@ class DrillConfig:
         return {"trainer": self.trainer_arguments(), "versions": versions()}
 
     def shape(self) -> dict[str, object]:
-        """Returns `topology` of the report."""
         shape = self.topology
         told = ("log_servers", "copies", "spares", "model", "updates", "data_parallel", "optimizer", "secure")
         return {
@@ -291,7 +279,6 @@ class DrillConfig:
             "stages_of_rank": {str(rank): list(shape.stages_of(rank)) for rank in range(shape.ranks)},
             "groups": str(self.groups),
             **{name: getattr(self, name) for name in told},
-            "optimizer_implementation": self.optimizer_implementation or "torch's choice",
         }
 
 

@@ -1,19 +1,15 @@
-"""What a drill shows: its progress, and its report, in a terminal or, with checks and digests, as a page."""
+"""What a drill shows: its report, in a terminal or, with checks and digests, as a page."""
 
-import html
+import io
 import re
-import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
-
-from swift_ft.lab.drill import replay_report
 
 COLOURS = {"PASS": "green", "FAIL": "red", "INCONCLUSIVE": "yellow"}
 PHASE_COLOURS = {
@@ -32,47 +28,6 @@ _MERGED = ("notice", "freed", "group_built", "ready", "restore_begin", "restore_
 """Events that every rank emits at about the same time: one line for all ranks."""
 
 
-class LiveProgress(Progress):
-    """Progress bar for each run on a terminal; no output elsewhere. Never starts a thread: children die with the thread
-    that started them."""
-
-    def __init__(self) -> None:
-        console = Console(stderr=True)
-        super().__init__(
-            TextColumn("{task.description:<13}"),
-            BarColumn(30),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[note]}"),
-            console=console,
-            auto_refresh=False,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._task: Any = None
-        self._drawn = 0.0
-
-    def begin(self, title: str, steps: int) -> None:
-        if self._task is not None:
-            self.update(self._task, note="done")
-        self._task = self.add_task(title, total=steps, note="starting")
-        self.refresh()
-
-    def tick(self) -> None:
-        """(called in each iteration of the run's loop) Redraws at most ten times per second."""
-        if time.monotonic() - self._drawn > 0.1:
-            self._drawn = time.monotonic()
-            self.refresh()
-
-    def see(self, event: Mapping[str, Any]) -> None:
-        """Shows one event of the trace."""
-        name = event["event"]
-        if name == "step_end" and not event.get("replay"):
-            self.update(self._task, completed=event["step"] + 1, note="")
-        elif name in ("fault", "state", "replay_progress", "service_killed"):
-            self.update(self._task, note=describe(event))
-
-
 def seconds(value: float | None) -> str:
     if value is None:
         return "-"
@@ -80,7 +35,6 @@ def seconds(value: float | None) -> str:
 
 
 def headline(result: Mapping[str, Any]) -> str:
-    """Returns the verdict and its basis."""
     if result["verdict"] != "PASS":
         return str(result["verdict"])
     if result["exact"]:
@@ -125,7 +79,6 @@ _WORDS = {
 
 
 def describe(event: Mapping[str, Any]) -> str:
-    """Returns a description of one event."""
     name, reason = str(event["event"]), event.get("reason")
     if name == "corrupted" and "stream" not in event:
         name += " checkpoint" if "version" in event else " copy"
@@ -146,28 +99,15 @@ def describe(event: Mapping[str, Any]) -> str:
 
 Row = tuple[float, str, str]
 """Seconds since the first kill, source, description."""
-GAP = 0.1
-"""Fraction of the time that is shown, from which a time without events is explained; never below `GAP_S`."""
-GAP_S = 0.05
-_MEANWHILE = {
-    "": "nobody has noticed it yet",
-    "FENCING": "log servers are fenced, ranks leave their step",
-    "PLANNING": "ranks say what they hold, and a new process starts",
-    "RECOVERING": "connections are made, and states",
-    "restore_end": "what the next step needs is prepared",
-    "replay_begin": "steps are computed again",
-    "RUNNING": "training",
-}
-"""Newest event that tells -> what goes on without an event that is shown."""
 
 
 def timeline_rows(result: Mapping[str, Any]) -> list[Row]:
     """Returns the relevant events, in the order in which they began. Ranks with the same event share a row, but for a
-    rank that has done something of its own in between. What goes on in long gaps has a row, too."""
+    rank that has done something of its own in between."""
     shown = [event for event in result["timeline"] if _is_shown(event)]
     kills = [event["t"] for event in shown if event["event"] in ("fault", "service_killed")]
     start = min(kills, default=0.0)
-    rows: list[tuple[Row, str]] = []
+    rows: list[Row] = []
     merged: dict[tuple[str, Any], tuple[int, list[int]]] = {}
     alone: dict[str, int] = {}
     """Source -> its last row that it shares with nobody."""
@@ -181,13 +121,13 @@ def timeline_rows(result: Mapping[str, Any]) -> list[Row]:
             if row > alone.get(who, -1):
                 ranks.append(event["rank"])
                 told = f"{describe(event)} (the last at +{t:.3f})"
-                rows[row] = ((rows[row][0][0], f"ranks {_listed(sorted(set(ranks)))}", told), name)
+                rows[row] = (rows[row][0], f"ranks {_listed(sorted(set(ranks)))}", told)
                 continue
             merged[name, event.get("generation")] = (len(rows), [event["rank"]])
         else:
             alone[who] = len(rows)
-        rows.append(((t, who, describe(event)), event["state"] if name == "state" else name))
-    return list(_with_gaps(rows))
+        rows.append((t, who, describe(event)))
+    return rows
 
 
 def _is_shown(event: Mapping[str, Any]) -> bool:
@@ -200,19 +140,6 @@ def _source(who: str) -> str:
     return re.sub(r"^rank(?=[0-9])", "rank ", who)
 
 
-def _with_gaps(rows: Sequence[tuple[Row, str]]) -> Iterator[Row]:
-    long_s = max(GAP_S, GAP * max((row[0] for row, _ in rows), default=0.0))
-    now = ""
-    for (row, what), (later, _) in zip(rows, [*rows[1:], *rows[-1:]]):
-        yield row
-        if what in _MEANWHILE:
-            now = what
-        elif what == "replay_end":
-            now = "RECOVERING"
-        if later[0] - row[0] >= long_s and now in _MEANWHILE:
-            yield row[0], "", f"… {seconds(later[0] - row[0])}: {_MEANWHILE[now]}"
-
-
 def phase_bar(phases: Mapping[str, float]) -> Text:
     """Returns the recovery as one line of coloured blocks, as many per phase as its share of the time."""
     shares = {name: phases.get(name, 0.0) / (phases["total"] or 1.0) for name in PHASE_COLOURS}
@@ -222,7 +149,6 @@ def phase_bar(phases: Mapping[str, float]) -> Text:
 
 
 def phases(result: Mapping[str, Any]) -> Iterator[RenderableType]:
-    """Yields what each recovery took, by phase."""
     for number, recovery in enumerate(result["recoveries"], start=1):
         took = recovery["recovery_seconds"]
         if took is None:
@@ -235,7 +161,6 @@ def phases(result: Mapping[str, Any]) -> Iterator[RenderableType]:
 
 
 def grid(rows: Iterable[Sequence[Any]]) -> Table:
-    """Returns the rows as plain columns."""
     table = Table.grid(padding=(0, 2))
     for row in rows:
         table.add_row(*(each if isinstance(each, Text) else Text(str(each)) for each in row))
@@ -245,9 +170,6 @@ def grid(rows: Iterable[Sequence[Any]]) -> Table:
 def fact_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Returns (name, value) of the main results; those that do not apply are left out."""
     log, undo = result["log"], result["undo"]
-
-    def of_recoveries(name: str, words: Callable[[Mapping[str, Any]], str]) -> list[str]:
-        return [words(each) for recovery in result["recoveries"] for each in recovery[name]]
 
     copied = "; ".join(f"rank {rank} from {_listed(of)}" for rank, of in result["sources"].items())
     kept = {True: "yes", False: "NO", None: "?"}[result["survivors_kept"]]
@@ -263,8 +185,6 @@ def fact_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
         ),
         ("recovered by", [", ".join(f"stage {stage} {name}" for stage, name in result["strategy"].items())]),
         ("copied", [f"{copied} ({_megabytes(result['bytes_copied'])})"] if copied else []),
-        ("replayed by", of_recoveries("shared_replays", replay_report.words)),
-        ("interrupted", of_recoveries("interruptions", replay_report.cut_short)),
         ("taken back", [_undone(undo)] if undo["mode"] else []),
         (
             "work done again",
@@ -281,7 +201,6 @@ def fact_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
             [f"{log['records']} records, {_megabytes(log['bytes'])}; {log['verified_sends']} sends verified"],
         ),
         ("steps per second", [", ".join(pace)]),
-        ("final loss", [_lost(result["loss"])] if result["loss"] else []),
         ("a flipped bit in a log", [": ".join(filter(None, [caught, control.get("refused")]))]),
     ]
     told = ((name, "\n".join(filter(None, lines))) for name, lines in rows)
@@ -315,29 +234,16 @@ def _cut_short(step: Mapping[str, Any]) -> str:
 
 
 def _undone(undo: Mapping[str, Any]) -> str:
-    off = "" if undo["ulps_max"] is None else f"; off by {undo['ulps_max']:g} ulps at most"
-    return f"{undo['buckets']} buckets of rank {_listed(undo['ranks'])}, {undo['mode']}{off}"
-
-
-def _lost(loss: Mapping[str, Any]) -> str:
-    final = loss["final"]
-    if final["relative_difference"] is None:
-        return "?"
-    return (
-        f"{final['recovered']:.4f}, without failure {final['failure_free']:.4f} "
-        f"({final['relative_difference']:.1e} of it apart)"
-    )
+    return f"{undo['buckets']} buckets of rank {_listed(undo['ranks'])}, {undo['mode']}"
 
 
 def verdict(result: Mapping[str, Any]) -> Panel:
-    """Returns the verdict and its reason in a frame."""
     colour = COLOURS[result["verdict"]]
     words = Group(Text(headline(result), style=f"bold {colour}"), Text(result["reason"]))
     return Panel(words, border_style=colour, expand=False)
 
 
 def sections(result: Mapping[str, Any]) -> Iterator[RenderableType]:
-    """Yields the report for a terminal."""
     yield grid((f"+{t:.3f}", Text(who, style="cyan"), what) for t, who, what in timeline_rows(result))
     yield Text()
     yield from phases(result)
@@ -368,69 +274,22 @@ def show(result: Mapping[str, Any], console: Console | None = None) -> None:
     console.print(f"again: {result['rerun']}", soft_wrap=True, markup=False, highlight=False)
 
 
-# The report as a page. Its text is as narrow as the window: nothing scrolls sideways on a phone.
+# The report as a page: what a terminal shows, with checks and digests.
 
-STYLE = (
-    "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
-    "table{border-collapse:collapse;font-size:.9rem}td,th{padding:.15rem .8rem .15rem 0;text-align:left;"
-    "vertical-align:top;white-space:pre-line}td:first-child{color:#57606a}"
-    "th,td:last-child,td:nth-child(n+3),h1,p{overflow-wrap:anywhere}.bar{display:flex;height:1.2rem}"
-    ".key{margin-right:1rem;white-space:nowrap}.key b{padding-left:.8rem;margin-right:.3rem}code{font-size:.85rem}"
-)
-PAGE_COLOURS = {"PASS": "#1a7f37", "FAIL": "#cf222e", "INCONCLUSIVE": "#9a6700"}
-PAGE_PHASES = dict(
-    zip(
-        PHASE_COLOURS,
-        ("#cf222e", "#8c959f", "#d4a72c", "#bf8700", "#0969da", "#1b7c83", "#8250df", "#1a7f37"),
-        strict=True,
-    )
+PAGE_COLUMNS = 120
+PAGE = (
+    '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>swift drill</title>'
+    '<meta name="viewport" content="width=device-width"><style>{stylesheet}'
+    "pre{{white-space:pre-wrap;overflow-wrap:anywhere}}</style></head><body><pre>{code}</pre></body></html>\n"
 )
 
 
 def page(result: Mapping[str, Any]) -> str:
     """Returns the whole report, with the checks and digests, as one self-contained page."""
-    shape = result["topology"]
-    title = f"swift drill: {shape['ranks']} ranks, {shape['schedule']}, {shape['steps']} steps: {headline(result)}"
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     checks = [(c["name"], ANSWERS[c["answer"]], "" if c["answer"] else c["detail"]) for c in result["checks"]]
-    parts = [
-        f'<h1 style="color:{PAGE_COLOURS[result["verdict"]]}">{html.escape(headline(result))}</h1>'
-        f"<p>{html.escape(result['reason'])}</p><h2>What happened</h2>",
-        _table([(f"+{t:.3f}", who, what) for t, who, what in timeline_rows(result)]),
-        *map(_phases, result["recoveries"]),
-        "<h2>Results</h2>",
-        _table([*fact_rows(result), ("versions", versions)]),
-        "<h2>What the verdict rests on</h2>",
-        _table(checks),
-        "<h2>Digests of the parameters</h2>",
-        _table(_digests(result["digests"]), ("", "", "recovered", "failure-free", "all digests equal")),
-        f"<h2>Again</h2><p><code>{html.escape(result['rerun'])}</code></p>",
-    ]
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head>'
-        f"<body>{''.join(parts)}</body></html>\n"
-    )
-
-
-def _table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
-    lines = [("th", head)] if head else []
-    lines += [("td", row) for row in rows]
-    cells = ("".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) for tag, row in lines)
-    return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
-
-
-def _phases(recovery: Mapping[str, Any]) -> str:
-    took = recovery["recovery_seconds"]
-    if took is None:
-        return "<p>The trace does not say how long this recovery took.</p>"
-    known = [(name, took[name], colour) for name, colour in PAGE_PHASES.items() if name in took]
-    bar = "".join(f'<div style="flex:{each:.6f};background:{colour}"></div>' for _, each, colour in known)
-    key = " ".join(
-        f'<span class="key"><b style="background:{colour}"></b>{name} {seconds(each)}</span>'
-        for name, each, colour in known
-    )
-    return (
-        f"<h2>Recovery: {seconds(took['total'])} from the kill to the first step after it</h2>"
-        f'<div class="bar">{bar}</div><p>{key}</p>'
-    )
+    digests = [("digests of the parameters", "", "recovered", "failure-free", "all digests equal")]
+    console = Console(record=True, width=PAGE_COLUMNS, file=io.StringIO())
+    show(result, console)
+    for rows in (checks, [*digests, *_digests(result["digests"])], result["versions"].items()):
+        console.print(Text(), grid(rows))
+    return console.export_html(code_format=PAGE)

@@ -25,8 +25,6 @@ from swift_ft.text import tell
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """Everything collected from both runs of a drill."""
-
     events: Sequence[Event]
     """Events of the run with faults, by time."""
     digests: Mapping[str, Digest]
@@ -94,17 +92,14 @@ class Facts:
 
     @property
     def events(self) -> Sequence[Event]:
-        """Returns the events of the run with faults, by time."""
         return self.evidence.events
 
     @property
     def comparisons(self) -> list[Comparison]:
-        """Returns the comparisons at each recovery and at the end."""
         return [*self.at_recovery, self.at_end]
 
     @property
     def fell_back(self) -> list[str]:
-        """Returns the reasons of the recoveries that restored a checkpoint."""
         return [recovery.fell_back for recovery in self.recoveries if recovery.fell_back]
 
 

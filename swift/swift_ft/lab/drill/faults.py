@@ -22,7 +22,6 @@ from swift_ft.fault_grammar import (
     CorruptCopyFault,
     CorruptFault,
     Fault,
-    FillFault,
     LogLossFault,
     RankFault,
     fault_id,
@@ -74,13 +73,11 @@ def to_environment(
 
 
 def _lost_before(fault: RankFault, faults: Sequence[Fault]) -> set[int]:
-    """Returns the ranks that are killed in an earlier step."""
     steps = {other.rank: other.step for other in faults if isinstance(other, RankFault)}
     return {rank for rank, step in steps.items() if step is not None and step < (fault.step or 0)}
 
 
 def problems(asked: "DrillConfig") -> Iterator[str]:
-    """Yields why this drill cannot have its faults."""
     for fault in asked.faults:
         for problem in _problems(fault, asked):
             yield f"--kill {fault}: {problem}"
@@ -128,7 +125,6 @@ def _problems(fault: Fault, asked: "DrillConfig") -> Iterator[str]:
 
 
 def copies(asked: "DrillConfig") -> bool:
-    """Returns whether a rank may be given the state of another one."""
     if asked.strategy == SNAPSHOT:
         return True
     return asked.topology.replicas > 1 and may_copy(asked.strategy)
@@ -139,7 +135,6 @@ def _kills(asked: "DrillConfig") -> list[RankFault]:
 
 
 def _phases_of(asked: "DrillConfig") -> list[str]:
-    """Returns the phases in which a rank can be killed here."""
     alone, snapshots = asked.topology.replicas == 1, asked.strategy == SNAPSHOT
     absent = {
         "reduce": alone and asked.topology.shards == 1,
@@ -200,7 +195,7 @@ def _corrupt_log(fault: CorruptFault, asked: "DrillConfig") -> Iterator[str]:
 
 def _is_kill_or_flip(fault: Fault) -> bool:
     """Returns whether the fault is a kill or a bit flip at coordinates: a drill supports no others."""
-    others = isinstance(fault, FillFault) or (isinstance(fault, RankFault) and fault.kind not in FOR_GOOD)
+    others = isinstance(fault, RankFault) and fault.kind not in FOR_GOOD
     timed = getattr(fault, "at_s", None) is not None or getattr(fault, "for_s", None) is not None
     return not (others or timed or (isinstance(fault, CoordinatorFault) and not fault.state))
 

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from swift_ft.errors import ServiceError
-from swift_ft.lab.drill.options import OPTIMIZERS
 from swift_ft.lab.drill.topology import VOCABULARY, ModelConfig
 from swift_ft.optimizers import Lamb, Lion
 
-# The optimizers that a drill can train with, by name and version.
+# The optimizers that a drill can train with, by name.
 
 # name -> (class, settings with which the drill's models learn in a few hundred steps)
 _MADE: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -36,15 +35,8 @@ _MADE: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 
 
-def make_optimizer(
-    name: str, implementation: str, parameters: Iterable[torch.nn.Parameter]
-) -> torch.optim.Optimizer:
-    """Creates an optimizer. `implementation`: one of `IMPLEMENTATIONS`, or empty for torch's choice."""
+def make_optimizer(name: str, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
     kind, settings = _MADE[name]
-    if implementation:
-        settings = {**settings, "foreach": implementation == "foreach"}
-        if "fused" in OPTIMIZERS[name]:
-            settings["fused"] = implementation == "fused"
     # The classes share no signature.
     make: Any = kind
     optimizer: torch.optim.Optimizer = make(list(parameters), **settings)
@@ -102,7 +94,6 @@ class StageModule(nn.Module):
         super().__init__()
         if config.layers < num_stages:
             raise ServiceError(f"{config.layers} layers are not enough for {num_stages} stages")
-        self.checkpoint_activations = config.checkpoint_activations
         self.config = config
         self.first, self.last = stage == 0, stage == num_stages - 1
         if self.first:
@@ -118,10 +109,7 @@ class StageModule(nn.Module):
         if self.first:
             x = self.tokens(x) + self.positions.weight[: x.shape[1]]
         for block in self.blocks:
-            if self.checkpoint_activations and torch.is_grad_enabled():
-                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
-            else:
-                x = block(x)
+            x = block(x)
         if self.config.forward_s and torch.is_grad_enabled():
             x = paced(x, self.config.forward_s, self.config.backward_s)
         return self.head(self.norm(x)) if self.last else x

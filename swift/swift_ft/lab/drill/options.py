@@ -12,21 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-IMPLEMENTATIONS = ("for-loop", "foreach", "fused")
-# name -> torch's implementations of it; the project's own optimizers have none
-OPTIMIZERS = {
-    "adamw": IMPLEMENTATIONS,
-    "sgd": IMPLEMENTATIONS,
-    "amsgrad": IMPLEMENTATIONS,
-    "adam": IMPLEMENTATIONS,
-    "adagrad": IMPLEMENTATIONS,
-    "rmsprop": ("for-loop", "foreach"),
-    "adadelta": ("for-loop", "foreach"),
-    "nadam": ("for-loop", "foreach"),
-    "radam": ("for-loop", "foreach"),
-    "lamb": (),
-    "lion": (),
-}
+OPTIMIZERS = (
+    *("adamw", "sgd", "amsgrad", "adam", "adagrad", "rmsprop", "adadelta", "nadam", "radam"),
+    *("lamb", "lion"),
+)
 DEFAULT_KILL = "rank=2,step=17,microbatch=3,phase=backward"
 ON_OFF = ("on", "off")
 
@@ -46,8 +35,6 @@ class Reach(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """One option of the drill's command line, and its effect on the run."""
-
     attribute: str
     kind: Any
     """Type of the field: it decides how the flag's word is read; `bool` makes a switch, a tuple a repeated flag."""
@@ -96,7 +83,6 @@ class Option:
         return ""
 
     def words(self, value: Any) -> list[str]:
-        """Returns the command-line words for this value."""
         if self.kind is bool:
             return [self.name] if value else []
         values = value if isinstance(value, tuple) else [value]
@@ -120,7 +106,6 @@ of_result = partial(option, reach=Reach.RESULT)
 
 
 def options_of(*kinds: Any) -> list[Option]:
-    """Returns the options of these dataclasses."""
     return [
         Option(attribute=each.name, kind=each.type, default=each.default, **each.metadata)
         for kind in kinds

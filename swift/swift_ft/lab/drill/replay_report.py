@@ -54,16 +54,7 @@ def check_helpers(recoveries: Sequence[Recovery]) -> list[Check]:
     return [Check(name, not without, "; ".join(without))]
 
 
-def words(shared: Mapping[str, Any]) -> str:
-    if not shared["helpers"]:
-        return f"rank {shared['rank']} replayed alone"
-    names = ", ".join(map(str, shared["helpers"]))
-    shares = " + ".join(map(str, shared["shares"]))
-    return f"rank {shared['rank']} and {names} ({shares} microbatches of a step): {shared['steps']} steps"
-
-
 def replays(recovery: Recovery) -> list[dict[str, Any]]:
-    """Returns for each finished replay how long it took."""
     ends = recovery.made("replay_end")
     return [{name: end[name] for name in ("rank", "steps", "seconds")} for end in ends if "seconds" in end]
 
@@ -104,13 +95,3 @@ def replay_checks(shown: Sequence[Mapping[str, Any]]) -> list[Check]:
     cut = [interruption for recovery in shown for interruption in recovery["interruptions"]]
     again = sum(interruption["steps_again"] for interruption in cut)
     return [Check("no replayed step was done twice", again == 0, f"{again} steps were")] if cut else []
-
-
-def cut_short(interruption: Mapping[str, Any]) -> str:
-    """Returns the cost of a helper's death to the replay that it helped, as text."""
-    seconds, helper, owner = (interruption[name] for name in ("seconds", "helper", "owner"))
-    on = "it did not go on" if seconds is None else f"it went on after {seconds:.2f} s"
-    return (
-        f"rank {helper} died while it helped rank {owner}: {interruption['steps_kept']} steps were done and kept, "
-        f"{interruption['steps_again']} done again; {on}"
-    )

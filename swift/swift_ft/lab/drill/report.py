@@ -31,7 +31,6 @@ _COST = tuple(strategy.lower() for strategy in TABLE)
 
 
 def build(facts: Facts) -> dict[str, Any]:
-    """Returns the whole report."""
     inexact = any(recovery.inexact for recovery in facts.recoveries)
     curves = loss.curves(
         loss.losses(facts.events),
@@ -79,7 +78,7 @@ def build(facts: Facts) -> dict[str, Any]:
             "end": facts.at_end.as_json(),
         },
         **report_strategies.sections(facts),
-        "timeline": timeline.shown(facts.events, facts.recoveries),
+        "timeline": [{**event, "t": round(event["t"] - facts.events[0]["t"], 6)} for event in facts.events],
         **_cost(facts, facts.recoveries),
         **report_replicas.copies(facts.recoveries),
         "undo": report_replicas.undo(facts.recoveries),
@@ -234,7 +233,6 @@ def _planned_by(facts: Facts) -> str:
 
 
 def _damaged_checkpoint_check(facts: Facts) -> Check:
-    """Checks that the rank with the damaged checkpoint refused it and that all went back to an earlier one."""
     name, flipped = "the damaged checkpoint was noticed", facts.evidence.corruption
     if flipped is None:
         return Check(name, None, "no bit was flipped")

@@ -12,7 +12,6 @@ from swift_ft.planner.strategies import may_copy
 
 
 def checks(facts: Facts) -> list[Check]:
-    """Returns the additional checks of a drill with replicas."""
     if facts.asked.topology.replicas == 1:
         return []
     undone = [recovery for recovery in facts.recoveries if recovery.named("undone")]
@@ -116,7 +115,6 @@ def _living_check(facts: Facts) -> Check:
 
 
 def copies(recoveries: Sequence[Recovery]) -> dict[str, Any]:
-    """Returns the sources and bytes of the copies in these recoveries."""
     return {
         "sources": {
             str(rank): sources
@@ -130,7 +128,7 @@ def copies(recoveries: Sequence[Recovery]) -> dict[str, Any]:
 
 
 def undo(recoveries: Sequence[Recovery]) -> dict[str, Any]:
-    """Returns `undo` of the report. `ulps_max`: the largest error that any rank measured; None: not measured."""
+    """Returns `undo` of the report."""
     done = [event for recovery in recoveries for event in recovery.named("undone")]
     modes = sorted({str(event.get("mode")) for event in done})
     return {
@@ -138,7 +136,6 @@ def undo(recoveries: Sequence[Recovery]) -> dict[str, Any]:
         "ranks": sorted({int(event["rank"]) for event in done}),
         "exact": all(event.get("exact") is True for event in done) if done else None,
         "buckets": sum(int(event.get("buckets") or 0) for event in done),
-        "ulps_max": max((float(e["ulps_max"]) for e in done if e.get("ulps_max") is not None), default=None),
         "rolled_forward": sorted(
             {int(event["rank"]) for r in recoveries for event in r.named("roll_forward")}
         ),

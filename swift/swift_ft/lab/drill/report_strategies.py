@@ -4,14 +4,12 @@ They are derived from what ranks and the launcher reported, independently of the
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
 from statistics import median
 from typing import Any
 
 from swift_ft.fault_grammar import CorruptCopyFault, RankFault
 from swift_ft.lab.drill import shrinking
-from swift_ft.lab.drill.config import DrillConfig
 from swift_ft.lab.drill.facts import Facts
 from swift_ft.lab.drill.timeline import Event, Recovery
 from swift_ft.lab.drill.verdict_checks import TRAINED_FIELDS, Check
@@ -19,14 +17,26 @@ from swift_ft.planner import SETTINGS
 
 
 def checks(facts: Facts) -> list[Check]:
-    """Returns the additional checks of the drill's strategy and options."""
-    parts = [part for part in _PARTS.values() if part.applies(facts.asked)]
-    return [check for part in parts for check in part.checks(facts)]
+    asked = facts.asked
+    return [
+        *(_shrink_checks(facts) if asked.shrinks else []),
+        *([_steps_lost_check(facts)] if asked.snapshot_every else []),
+        *([_newest_checkpoint_check(facts)] if SETTINGS[asked.strategy].only_restores else []),
+        *(_lossy_checks(facts) if asked.finishes_cut_steps else []),
+        *([_begun_again_check(facts)] if asked.strategy == "reinit" else []),
+    ]
 
 
 def sections(facts: Facts) -> dict[str, Any]:
     """Returns section name -> its content; None where it does not apply."""
-    return {name: p.section(facts) if p.applies(facts.asked) else None for name, p in _PARTS.items()}
+    asked = facts.asked
+    return {
+        "shrink": _shrink(facts) if asked.shrinks else None,
+        "snapshot": _snapshot(facts) if asked.snapshot_every else None,
+        "checkpoint": _checkpoint(facts),
+        "lossy": _lossy(facts) if asked.finishes_cut_steps else None,
+        "reinit": _reinit(facts) if asked.strategy == "reinit" else None,
+    }
 
 
 # shrink, rollback and auto with a lost-shard policy: vacant slots, and the ranks that computed their batches.
@@ -160,30 +170,19 @@ def _steps_lost_check(facts: Facts) -> Check:
 
 
 def _snapshot(facts: Facts) -> dict[str, Any]:
-    """Returns bytes and seconds of the snapshots."""
     taken = [event for event in facts.events if event["event"] == "snapshot_taken"]
-    # A process allocates memory for its first snapshot, and optimizers have no state before their first step.
-    warm = [event for event in taken if event["version"] > 0]
     restored = [event for event in facts.events if event["event"] == "snapshot_restored"]
     return {
         "every": facts.asked.snapshot_every,
         "partners": _partners(taken),
-        "bytes_own": max((event["bytes"] for event in warm), default=None),
-        "bytes_held_max": max((2 * (event["bytes"] + event["kept_bytes"]) for event in warm), default=None),
-        **{
-            f"{name}_median": median(event[name] for event in warm) if warm else None
-            for name in ("copy_s", "pass_s")
-        },
         "restored": [
             {name: event[name] for name in ("rank", "version", "source", "bytes", "seconds")}
             for event in restored
         ],
-        "restore_seconds_max": max((event["seconds"] for event in restored), default=None),
     }
 
 
 def _partners(taken: Sequence[Event]) -> dict[str, list[int]]:
-    """Returns rank -> the ranks that kept its copies."""
     keepers: dict[int, set[int]] = {}
     for event in taken:
         for rank in event["kept_for"]:
@@ -325,7 +324,6 @@ def _worlds(step: int, facts: Facts) -> list[set[int]]:
 
 
 def _lossy(facts: Facts) -> list[dict[str, Any]]:
-    """Returns the interrupted steps."""
     return [
         {
             "step": step,
@@ -346,7 +344,6 @@ def _lossy(facts: Facts) -> list[dict[str, Any]]:
 
 
 def _begun_again_check(facts: Facts) -> Check:
-    """Checks that every survivor of a recovery restarted its training function in it."""
     name = "every survivor began its training function again"
     if any(recovery.ended_t is None for recovery in facts.recoveries):
         return Check(name, None, "a recovery has no end")
@@ -371,35 +368,4 @@ def _begun(facts: Facts, recovery: Recovery) -> Set[int]:
 
 def _reinit(facts: Facts) -> dict[str, Any]:
     again = [event for event in facts.events if event["event"] == "reinit"]
-    return {
-        "begun_again": [{"rank": int(event["rank"]), "pid": event["pid"]} for event in again],
-        "leave_seconds_max": max((float(event["seconds"]) for event in again), default=None),
-    }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Part:
-    applies: Callable[[DrillConfig], bool]
-    checks: Callable[[Facts], list[Check]]
-    section: Callable[[Facts], Any]
-
-
-_PARTS = {
-    "shrink": _Part(applies=lambda asked: asked.shrinks, checks=_shrink_checks, section=_shrink),
-    "snapshot": _Part(
-        applies=lambda asked: asked.snapshot_every > 0,
-        checks=lambda f: [_steps_lost_check(f)],
-        section=_snapshot,
-    ),
-    "checkpoint": _Part(
-        applies=lambda asked: True,
-        checks=lambda f: [_newest_checkpoint_check(f)] if SETTINGS[f.asked.strategy].only_restores else [],
-        section=_checkpoint,
-    ),
-    "lossy": _Part(applies=lambda asked: asked.finishes_cut_steps, checks=_lossy_checks, section=_lossy),
-    "reinit": _Part(
-        applies=lambda asked: asked.strategy == "reinit",
-        checks=lambda facts: [_begun_again_check(facts)],
-        section=_reinit,
-    ),
-}
+    return {"begun_again": [{"rank": int(event["rank"]), "pid": event["pid"]} for event in again]}

@@ -33,7 +33,6 @@ from swift_ft.files import make_directory, read_given, write_whole
 from swift_ft.lab.drill import faults, loss, shrinking, timeline
 from swift_ft.lab.drill.cluster import JOB, POLL_S, Cluster, Security
 from swift_ft.lab.drill.config import DrillConfig, same_identity
-from swift_ft.lab.drill.console import LiveProgress
 from swift_ft.lab.drill.facts import Evidence
 from swift_ft.lab.drill.faults import to_environment
 from swift_ft.lab.drill.report_strategies import told
@@ -41,6 +40,7 @@ from swift_ft.lab.drill.verdict_checks import Digest
 from swift_ft.lab.failures import damage
 from swift_ft.lab.failures.damage import EXTERNAL, HeldVictims, flip, segment_files
 from swift_ft.log import segment
+from swift_ft.text import tell
 
 # Negative controls: a flipped bit in a log must be detected, or a PASS is meaningless.
 #
@@ -108,8 +108,6 @@ _NO_PROGRESS = ("denied", "heartbeat_unanswered", "suspect", "token_renewed", "t
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Twin:
-    """Results of a failure-free run."""
-
     digests: Mapping[str, Digest]
     exit_code: int | None
     recoveries: int = 0
@@ -120,7 +118,7 @@ class Twin:
 class _Watch:
     """Follows one run to its end and keeps what its trace has shown so far."""
 
-    def __init__(self, cluster: Cluster, progress: LiveProgress) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.step = -1
         """The highest step that any rank has begun."""
@@ -131,7 +129,6 @@ class _Watch:
         self.saved = -1
         """The newest version whose checkpoints are durable on all ranks."""
         self.stalled = False
-        self._progress = progress
         self._moved = time.monotonic()
 
     def follow(self, each_turn: Callable[[], None] = lambda: None) -> int | None:
@@ -142,7 +139,6 @@ class _Watch:
             for event in self.cluster.tail.read():
                 self._see(event)
             each_turn()
-            self._progress.tick()
             if code is not None:
                 return code
             if time.monotonic() - self._moved > STALL_S:
@@ -162,15 +158,11 @@ class _Watch:
             self.present -= {int(event["rank"])}
         if event["event"] not in _NO_PROGRESS:
             self._moved = time.monotonic()
-        self._progress.see(event)
 
 
 class FaultedRun:
-    """The run with faults."""
-
-    def __init__(self, config: DrillConfig, directory: Path, progress: LiveProgress) -> None:
+    def __init__(self, config: DrillConfig, directory: Path) -> None:
         self._config = config
-        self._progress = progress
         self._done: set[int] = set()
         self._corruption: dict[str, Any] | None = None
         self._copy: Path | None = None
@@ -198,7 +190,6 @@ class FaultedRun:
             ],
             settings={
                 # Measuring an undo's error costs copies of state that the step changes; a drill needs the error.
-                **({"SWIFT_UNDO_MEASURE": "1"} if config.updates == "wait_free" else {}),
                 "SWIFT_REHEARSE": config.rehearse,
             },
             security=Security(directory / "security", JOB) if config.secure else None,
@@ -210,11 +201,11 @@ class FaultedRun:
             log_lost_s=LOG_LOST_S if any(isinstance(f, LogLossFault) for f in config.faults) else None,
         )
         self._held = HeldVictims(self._cluster.fault_directory, config.faults)
-        self._watch = _Watch(self._cluster, progress)
+        self._watch = _Watch(self._cluster)
 
     def run(self, twin: Callable[[], Twin]) -> Evidence:
         """Runs the job and returns the evidence. Calls `twin` after this run has ended."""
-        self._progress.begin("with faults", self._config.topology.steps)
+        _say(f"{self._config.topology.steps} steps with faults")
         with self._cluster:
             code = self._watch.follow(self._turn)
             if code != 0:
@@ -324,6 +315,12 @@ class FaultedRun:
         return frozenset(by_ranks | by_us)
 
 
+def _say(what: str) -> None:
+    """Tells somebody who waits at a terminal what is run now."""
+    if sys.stderr.isatty():
+        tell(f"drill: {what}")
+
+
 def _logged(trace: list[dict[str, Any]]) -> dict[str, int] | None:
     """Returns the records and bytes logged by ranks that ran to the end; a killed process's count is lost."""
     totals = [event for event in trace if event["event"] == "finished" and "records" in event]
@@ -360,9 +357,9 @@ def stored_twin(config: DrillConfig, directory: Path) -> Twin | None:
         raise UsageError(f"--twin {directory}: it is damaged; give another directory") from None
 
 
-def run_twin(config: DrillConfig, directory: Path, progress: LiveProgress) -> Twin:
+def run_twin(config: DrillConfig, directory: Path) -> Twin:
     """Runs the failure-free twin in `directory`; `store_twin` keeps its results."""
-    progress.begin("failure-free", config.topology.steps)
+    _say(f"{config.topology.steps} steps without a failure")
     cluster = Cluster(
         directory,
         ranks=config.topology.ranks,
@@ -371,7 +368,7 @@ def run_twin(config: DrillConfig, directory: Path, progress: LiveProgress) -> Tw
         digests_every=True,
     )
     with cluster:
-        code = _Watch(cluster, progress).follow()
+        code = _Watch(cluster).follow()
         output = cluster.output_tail() if code != 0 else ""
     trace = events.read(directory / "events")
     return Twin(
@@ -384,7 +381,6 @@ def run_twin(config: DrillConfig, directory: Path, progress: LiveProgress) -> Tw
 
 
 def store_twin(config: DrillConfig, twin: Twin, directory: Path) -> None:
-    """Stores a finished twin for other drills."""
     if twin.exit_code == 0 and not twin.recoveries:
         stored = {"identity": config.identity(), "digests": twin.digests, "losses": twin.losses}
         make_directory(directory)

@@ -40,7 +40,6 @@ def grown_at(spec: str) -> int | None:
 
 
 def problems(config: "DrillConfig") -> Iterator[str]:
-    """Yields why options conflict with shrinking."""
     version = grown_at(config.grow)
     if problem := lost_shard_problem(config.strategy, config.lost_shard):
         yield f"--lost-shard {config.lost_shard} with --strategy {config.strategy}: {problem}"
@@ -130,7 +129,6 @@ def is_replaced(config: "DrillConfig") -> bool:
 
 
 def victims(config: "DrillConfig") -> frozenset[int]:
-    """Returns the ranks that are lost."""
     return frozenset(fault.rank for fault in config.faults if isinstance(fault, RankFault))
 
 

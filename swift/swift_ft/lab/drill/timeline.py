@@ -17,9 +17,6 @@ from typing import Any
 
 Event = dict[str, Any]
 
-STEPS_SHOWN = 3
-"""Steps before and after a recovery that the timeline of the report shows."""
-
 
 @dataclass(kw_only=True)
 class Recovery:
@@ -53,7 +50,6 @@ class Recovery:
     waiting."""
 
     def named(self, name: str) -> list[Event]:
-        """Returns its events of this name, of all generations."""
         return _named(self.window, name)
 
     def made(self, name: str) -> list[Event]:
@@ -66,7 +62,6 @@ class Recovery:
 
     @property
     def exits(self) -> list[Event]:
-        """Returns the ends of ranks' processes."""
         return [event for event in self.named("child_exit") if event.get("rank") is not None]
 
     @property
@@ -104,7 +99,6 @@ class Recovery:
 
     @property
     def victims(self) -> set[int]:
-        """Returns the ranks that lost a process in it."""
         return {int(event["rank"]) for event in (*self.faults, *self.exits)}
 
     def strategies(self) -> dict[int, tuple[str, str]]:
@@ -118,7 +112,6 @@ class Recovery:
         return strategies
 
     def sources(self) -> dict[int, list[int]]:
-        """Returns rank -> the replicas from which it copied."""
         sources: dict[int, list[int]] = {}
         for event in self.named("replica_received"):
             sources[int(event["rank"])] = [int(source["rank"]) for source in event.get("sources") or ()]
@@ -141,12 +134,10 @@ class Recovery:
 
     @property
     def replay_expected(self) -> bool:
-        """Returns whether some rank had steps to replay."""
         return _replays(self.made_by)
 
     @property
     def inexact(self) -> bool:
-        """Returns whether some rank undid buckets inexactly."""
         return any(event.get("exact") is not True for event in self.named("undone"))
 
     def replayed(self, name: str) -> int:
@@ -215,10 +206,14 @@ def _fault_key(event: Event) -> tuple[Any, Any]:
 
 
 def _noticed(events: Sequence[Event]) -> dict[tuple[Any, Any], float]:
-    """Returns fault -> time when its process was seen to be gone, or, if that was not seen, when it was killed. A
-    process that dies as a recovery ends belongs to the next one."""
-    exits = {event["pid"]: event["t"] for event in _named(events, "child_exit")}
-    return {_fault_key(e): max(e["t"], exits.get(e["pid"], e["t"])) for e in _named(events, "fault")}
+    """Returns fault -> time when the coordinator has fenced its process, or else of the kill. A process that dies as a
+    recovery ends belongs to the next one."""
+    fenced = [(event["rank"], float(event["t"])) for event in _named(events, "fenced")]
+
+    def noticed(rank: Any, t: float) -> float:
+        return min((at for of, at in fenced if of == rank and at >= t), default=t)
+
+    return {_fault_key(fault): noticed(fault["rank"], float(fault["t"])) for fault in _named(events, "fault")}
 
 
 def _fill(
@@ -357,7 +352,6 @@ def fault_ids(events: Iterable[Event]) -> set[str]:
 
 
 def rehearsals(events: Iterable[Event]) -> list[dict[str, Any]]:
-    """Returns the rehearsals that were done, in order."""
     return [
         {
             "rank": event["rank"],
@@ -442,21 +436,3 @@ def _rate(done: dict[int, float]) -> float | None:
     if len(done) < 2:
         return None
     return (len(done) - 1) / (max(done.values()) - min(done.values()))
-
-
-def shown(events: Sequence[Event], recoveries: Sequence[Recovery]) -> list[Event]:
-    """Returns the timeline of the report: all events except steps far from any recovery."""
-    near = {
-        step
-        for recovery in recoveries
-        for middle in (recovery.target_version, *(event.get("step") for event in recovery.faults))
-        if middle is not None
-        for step in range(middle - STEPS_SHOWN, middle + STEPS_SHOWN)
-    }
-    origin = events[0]["t"] if events else 0.0
-    quiet = ("step_begin", "step_end", "loss")
-    return [
-        {**event, "t": round(event["t"] - origin, 6)}
-        for event in events
-        if event["event"] not in quiet or event.get("replay") or event.get("step") in near
-    ]

@@ -33,8 +33,6 @@ class ModelConfig:
     bucket_bytes: int
     """Size of a bucket of gradients, reduced and applied together: small enough that every stage has several."""
     dropout: float = 0.1
-    checkpoint_activations: bool = False
-    """Recompute each block in backward instead of keeping its activations."""
     forward_s: float = 0.0
     """Seconds that a stage sleeps in each microbatch's forward, like a device that computes without using the CPU."""
     backward_s: float = 0.0
@@ -95,15 +93,8 @@ class Topology:
                 yield f"{each.name} must be at least 1, not {getattr(self, each.attribute)}"
         ranks, schedule, microbatches = self.pipeline_ranks, self.schedule, self.microbatches
         if self.ranks > RANKS_MAX:
-            sizes = {
-                "stages": ranks,
-                "replicas": self.replicas,
-                "shards": self.shards,
-                "tensor-parallel": self.tensor_parallel,
-            }
-            words = " with ".join(f"--{name} {size}" for name, size in sizes.items() if size > 1)
             yield (
-                f"{words} is {self.ranks} ranks: "
+                f"--stages, --replicas, --shards and --tensor-parallel make {self.ranks} ranks: "
                 f"a drill runs all of them on this machine, and takes at most {RANKS_MAX}"
             )
         if self.ranks == 1:
@@ -122,17 +113,14 @@ class Topology:
 
     @property
     def ranks(self) -> int:
-        """Returns the number of ranks."""
         return self.pipeline_ranks * self.places
 
     @property
     def parts(self) -> int:
-        """Returns the number of ranks that hold one replica of a stage."""
         return self.shards * self.tensor_parallel
 
     @property
     def places(self) -> int:
-        """Returns the number of ranks with the same stages."""
         return self.replicas * self.parts
 
     def pipeline_rank(self, rank: int) -> int:
@@ -151,7 +139,6 @@ class Topology:
         return tuple(range(first, first + self.places, self.parts))
 
     def states_of(self, pipeline_rank: int) -> tuple[tuple[int, ...], ...]:
-        """Returns the replicas of each part of the state of that pipeline rank."""
         first = pipeline_rank * self.places
         return tuple(self.replicas_of(first + part) for part in range(self.parts))
 
@@ -166,7 +153,6 @@ class Topology:
 
     @property
     def stages(self) -> int:
-        """Returns the number of model stages of one pipeline."""
         return self.pipeline_ranks * self.stages_per_rank
 
     def pipeline_rank_of(self, stage: int) -> int:

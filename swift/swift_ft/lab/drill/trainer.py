@@ -26,7 +26,6 @@ from swift_ft.log.codec import NAMES as CODECS
 
 
 def make_schedule(name: str, stages: list[Any], microbatches: int) -> Any:
-    """Returns torch's schedule of this name (`SCHEDULES`), of the stages of one rank."""
     kind = schedules.get_schedule_class("ZBVZeroBubble" if name == "zbv" else name)
     single = issubclass(kind, schedules.PipelineScheduleSingle)
     return kind(stages[0] if single else stages, microbatches, loss_fn=loss_fn)
@@ -116,9 +115,7 @@ def main(argv: list[str] | None = None) -> None:
             for module, index in zip(modules, indices, strict=True)
         ]
         schedule = make_schedule(args.schedule, stages, args.microbatches)
-        optimizer = session.optimizer(
-            make_optimizer(args.optimizer, args.optimizer_implementation, parameters)
-        )
+        optimizer = session.optimizer(make_optimizer(args.optimizer, parameters))
         scheduler = make_scheduler(optimizer, args.steps)
         batch = args.microbatches * config.microbatch
         text = standard_library()

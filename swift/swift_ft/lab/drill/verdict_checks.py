@@ -46,11 +46,9 @@ class Comparison:
         return {**head, "ranks": self.ranks}
 
     def theirs(self, rank: int) -> str:
-        """Returns the name of a rank's digest in the failure-free run."""
         return f"rank{rank}-v{self.version}"
 
     def ours(self, rank: int) -> str:
-        """Returns the name of a rank's digest in the run with faults."""
         name = self.theirs(rank)
         return name if self.generation is None else f"{name}-g{self.generation}"
 
@@ -95,7 +93,6 @@ def compare(
     *,
     inexact: bool,
 ) -> Comparison:
-    """Compares the digests of these ranks at one version, of the drill and of its failure-free twin."""
     comparison = Comparison(version, generation, inexact=inexact)
     for rank in ranks:
         ours, theirs = digests.get(comparison.ours(rank)), twin.get(comparison.theirs(rank))

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from swift_ft.cli_parser import Parser
-from swift_ft.errors import SwiftError, UsageError
+from swift_ft.cli_parser import Parser, command
+from swift_ft.errors import UsageError
 from swift_ft.lab.failures import schedule
-from swift_ft.text import show, tell
+from swift_ft.text import show
 
 DESCRIPTION = "Prints the failures of a swift-ft run --failures, one a line: a FILE that makes them again."
 
@@ -19,13 +19,10 @@ def make_parser() -> Parser:
     return parser
 
 
+@command
 def main(argv: Sequence[str]) -> int:
-    try:
-        given = make_parser().parse_args(argv)
-        if given.per_host < 1:
-            raise UsageError("failures: --per-host must be at least 1")
-        show(schedule.schedule_of(given.failures, given.ranks, given.per_host, "failures:").faults)
-        return 0
-    except SwiftError as error:
-        tell(error)
-        return error.exit_code
+    given = make_parser().parse_args(argv)
+    if given.per_host < 1:
+        raise UsageError("failures: --per-host must be at least 1")
+    show(schedule.schedule_of(given.failures, given.ranks, given.per_host, "failures:").faults)
+    return 0

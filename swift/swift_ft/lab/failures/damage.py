@@ -96,7 +96,6 @@ class HeldVictims:
         self._since: dict[int, float] = {}
 
     def reached(self, index: int) -> bool:
-        """Returns whether this victim waits."""
         if not (self._directory / f"{fault_id(index)}.reached").exists():
             return False
         self._since.setdefault(index, time.monotonic())

@@ -3,12 +3,11 @@
     (command) ``schedule_of`` → ``planned`` → ``around`` the run
 
 Invalid requests are refused in one line (exit code 2): a malformed specification, a rank that does not exist, a
-service on another machine, a disk that must not be filled, a report that cannot be written.
+service on another machine, a report that cannot be written.
 """
 
 import argparse
 import contextlib
-import errno
 import json
 import os
 import shlex
@@ -30,13 +29,12 @@ from swift_ft.fault_grammar import (
     CorruptCopyFault,
     CorruptFault,
     Fault,
-    FillFault,
     LogLossFault,
     LogServerFault,
     RankFault,
     fault_id,
 )
-from swift_ft.files import make_directory, private, write_whole
+from swift_ft.files import make_directory, write_whole
 from swift_ft.lab.failures import damage, report, schedule, services
 from swift_ft.lab.failures.damage import HeldVictims
 from swift_ft.lab.failures.schedule import Schedule
@@ -49,114 +47,6 @@ if TYPE_CHECKING:
     from swift_ft._pb import coordinator_pb2 as pb
     from swift_ft.launch.ranks import LaunchSettings
     from swift_ft.rpc.client import CoordinatorClient
-
-
-# Fills a file system, to inject a full disk. Only a small one that is mounted for this purpose is ever filled.
-#
-# ``fill=DIR``: DIR is on a file system of its own of at most `BYTES_MAX`, mounted there or above it: a tmpfs or a loop
-# device. Any other is refused before anything starts, in particular the machine's own disk.
-
-BYTES_MAX = 1 << 30
-FILE = "swift-ft-failures.fill"
-_CHUNK_BYTES = 1 << 20
-_NOT_THERE = ("/", "/home", "/tmp", "/var", "/var/tmp", "/root", "/usr")
-
-
-def check_file_system(directory: str, flag: str) -> None:
-    """Raises UsageError, in one line, if the file system of `directory` must not be filled."""
-    path = Path(directory)
-    if not path.is_dir() or not os.access(path, os.W_OK):
-        raise UsageError(f"{flag} fill={directory}: name a directory that is there and can be written")
-    device = path.stat().st_dev
-    theirs = {os.stat(place).st_dev for place in _NOT_THERE if os.path.isdir(place)}
-    space = os.statvfs(path)
-    size = space.f_blocks * space.f_frsize
-    if device in theirs or not 0 < size <= BYTES_MAX:
-        raise UsageError(
-            f"{flag} fill={directory}: it is not on a file system of its own of at most {BYTES_MAX >> 20} MiB, and no "
-            f"other one is filled: mount one there (mount -t tmpfs -o size=64m tmpfs {directory})"
-        )
-
-
-def fill(directory: str) -> int:
-    """Allocates all space that is left. Returns the number of bytes. Raises OSError for any error but a full disk or
-    quota."""
-    taken, chunk = 0, _CHUNK_BYTES
-    descriptor = os.open(Path(directory, FILE), os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
-    try:
-        while chunk:
-            try:
-                os.posix_fallocate(descriptor, taken, chunk)
-                taken += chunk
-            except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                    raise
-                chunk //= 2
-    except BaseException:
-        free(directory)
-        raise
-    finally:
-        os.close(descriptor)
-    return taken
-
-
-def free(directory: str) -> None:
-    """Frees the space that `fill` took."""
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(Path(directory, FILE))
-
-
-# Sets a network device of this machine down for a while: ``kind=network``.
-#
-# "Machine" is the network namespace of the launcher. Only the named device is set down; then it is set up again, with
-# the routes that it had. A launcher in the machine's first namespace is refused, because it would cut off all other
-# users of the machine. So is a launcher that lacks the permission to change the device.
-
-_TIMEOUT_S = 10.0
-_HOW = "start swift-ft run inside a network namespace of its own (docs/drills.md#network)"
-
-
-def check_link(link: str, flag: str) -> None:
-    """Raises UsageError, in one line, if the device cannot or must not be set down."""
-    try:
-        if os.readlink("/proc/self/ns/net") == os.readlink("/proc/1/ns/net"):
-            raise UsageError(f"{flag} kind=network: this is the network of the whole machine: {_HOW}")
-    except OSError:  # /proc/1 is another user's: so this is another namespace
-        pass
-    try:
-        routes = _routes(link)
-        _ip("link", "set", link, "up")
-        restore(link, routes)
-    except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None)
-        why = " ".join(said.decode(errors="replace").split()) if said else str(error)
-        raise UsageError(f"{flag} kind=network: {link} cannot be changed here ({why}): {_HOW}") from None
-
-
-def cut(link: str) -> list[str]:
-    """Sets the device down. Returns its routes, for `restore`. Raises OSError or subprocess.SubprocessError."""
-    routes = _routes(link)
-    _ip("link", "set", link, "down")
-    return routes
-
-
-def restore(link: str, routes: list[str]) -> None:
-    """Sets the device up and restores its routes. Raises OSError or subprocess.SubprocessError."""
-    _ip("link", "set", link, "up")
-    for route in sorted(
-        routes, key=lambda route: "via" in route.split()
-    ):  # first the direct routes, which reach the gateways
-        _ip("route", "replace", *route.split(), "dev", link)
-
-
-def _routes(link: str) -> list[str]:
-    """Returns the device's IPv4 routes as arguments of ``ip route``."""
-    shown = _ip("-4", "route", "show", "dev", link).decode().splitlines()
-    return [" ".join(word for word in line.split() if word != "linkdown") for line in shown]
-
-
-def _ip(*words: str) -> bytes:
-    return subprocess.run(["ip", *words], capture_output=True, timeout=_TIMEOUT_S, check=True).stdout
 
 
 # Injects the failures that a rank cannot do to itself, on threads of the launcher parallel to its loop.
@@ -205,7 +95,7 @@ class _Process:
 
 class Injector:
     """Injects the failures of a run: ``with Injector(plan) as injector``. Leaving the block ends every failure, also
-    after an error: stopped processes continue, links are set up, disk space is freed."""
+    after an error: stopped processes continue."""
 
     def __init__(self, plan: "Planned") -> None:
         self._plan = plan
@@ -265,7 +155,6 @@ class Injector:
             self._client.close()
 
     def trace(self) -> list[dict[str, Any]]:
-        """(after the run) Returns all events of this run."""
         return [event for event in events.read(self._plan.trace) if event["t"] >= self._began_at]
 
     # --- events ---
@@ -323,14 +212,13 @@ class Injector:
         try:
             if self._due(index, fault):
                 self._inject(index, fault)
-        except (SwiftError, OSError, subprocess.SubprocessError) as error:
+        except (SwiftError, OSError) as error:
             self.why_not[fault_id(index)] = " ".join(str(error).split())
             tell(f"failures: {fault}: {self.why_not[fault_id(index)]}")
             self._done.add(index)
             self._held.release(index)
 
     def _due(self, index: int, fault: Fault) -> bool:
-        """Returns whether this launcher must act on the failure now."""
         step, at_s = getattr(fault, "step", None), getattr(fault, "at_s", None)
         if at_s is not None:
             return self._rank_started and events.now() >= self.began + at_s
@@ -339,7 +227,7 @@ class Injector:
                 return kind not in fault_grammar.IN_THE_RANK and self._held.reached(index)
             case LogLossFault(step=None):
                 return self._replayed
-            case LogServerFault() | LogLossFault() | CoordinatorFault() | FillFault():
+            case LogServerFault() | LogLossFault() | CoordinatorFault():
                 return step is not None and self._step >= step
             case CorruptFault() | CorruptCheckpointFault():
                 victims = [n for group in self._held.groups for n in group if self._faults[n].step == step]  # type: ignore[union-attr]
@@ -347,7 +235,7 @@ class Injector:
         return False
 
     def _inject(self, index: int, fault: Fault) -> None:
-        """Injects the failure. Raises SwiftError, OSError or subprocess.SubprocessError if that is impossible."""
+        """Injects the failure. Raises SwiftError or OSError if that is impossible."""
         match fault:
             case RankFault():
                 self._hurt_rank(index, fault)
@@ -357,9 +245,6 @@ class Injector:
                 self._kill(index, self._log_server(server), None)
             case CoordinatorFault():
                 self._kill(index, self._plan.job.coordinator, fault.for_s or 0.0)
-            case FillFault(directory=directory):
-                self._tell("fault", index, kind="fill", directory=directory, bytes=fill(directory))
-                self._lasts(index, fault.for_s, lambda: free(directory))
             case CorruptFault() | CorruptCheckpointFault():
                 self._corrupt(index, fault)
 
@@ -380,9 +265,6 @@ class Injector:
                 self._lasts(index, fault.for_s, lambda: self._signal(fault.rank, signal.SIGCONT, pid))
             case "slow":
                 self._lasts(index, fault.for_s, self._slow(fault, pid))
-            case "network":
-                routes = cut(fault.link)
-                self._lasts(index, fault.for_s, lambda: restore(fault.link, routes))
         self._held.release(index)
 
     def _signal(self, rank: int, signum: signal.Signals, pid: int) -> None:
@@ -465,7 +347,7 @@ class Injector:
         at, end = self._ends.pop(index)
         try:
             end()
-        except (OSError, subprocess.SubprocessError) as error:
+        except OSError as error:
             tell(f"failures: {self._faults[index]}: it cannot be ended: {error}")
         if at < float("inf"):
             events.emit("fault_over", id=fault_id(index))
@@ -503,8 +385,6 @@ class Injector:
             return
         for suspicion in status.suspicions:
             self._note("suspicion_seen", rank=suspicion.rank, told=suspicion.told)
-        if status.view.checkpoint_reason:  # set by a log that runs full
-            self._note("checkpoint_wanted_seen", reason=status.view.checkpoint_reason)
         for server in status.log_servers:
             if server.silent_s > SILENT_S:
                 self._note("log_silent_seen", address=server.address)
@@ -519,8 +399,6 @@ class Injector:
 
 FLAG = "--failures"
 REPORT = "failures.json"
-_RESERVED_BYTES = 1 << 20
-"""Disk space reserved for the report at the end."""
 _TOLD_BYTES_MAX = 120_000
 """Limit of the environment variable for ranks. Linux allows 128 KiB for one variable."""
 
@@ -539,7 +417,6 @@ class Planned:
 
     @property
     def trace(self) -> Path:
-        """Directory to which all processes of the run write their events."""
         return Path(os.environ[events.ENV_EVENTS_DIR])
 
 
@@ -560,8 +437,6 @@ def _check(found: Schedule, args: argparse.Namespace, *, alone: bool) -> None:
         match fault:
             case RankFault(kind="hang" | "device", at_s=float()):
                 raise UsageError(f"{flag} {fault}: the rank does it at a place in a step: give step=N")
-            case RankFault(kind="network", link=link):
-                check_link(link, flag)
             case CoordinatorFault(state=state) if state:
                 raise UsageError(
                     f"{flag} {fault}: a state is known to the coordinator alone: give step=N (or use swift-ft drill)"
@@ -572,12 +447,10 @@ def _check(found: Schedule, args: argparse.Namespace, *, alone: bool) -> None:
                 raise UsageError(f"{flag} {fault}: name the stream (stream=s1.F)")
             case CorruptCheckpointFault() if args.checkpoint_dir is None or scheme_of(args.checkpoint_dir):
                 raise UsageError(f"{flag} {fault}: give --checkpoint-dir, a directory")
-            case FillFault(directory=directory):
-                check_file_system(directory, flag)
 
 
 def planned(found: Schedule, run_dir: Path | None, log_dir: str | None, job: RankProgram) -> Planned:
-    """Creates the directories and a first report, so that a full disk shows before the run. Raises UsageError."""
+    """Creates the directories and a first report. Raises UsageError if that cannot be written."""
     told = _for_ranks(found)
     made = make_run_dir(log_dir, job.name) if run_dir is None else run_dir
     plan = Planned(schedule=found, run_dir=made, job=job)
@@ -587,7 +460,6 @@ def planned(found: Schedule, run_dir: Path | None, log_dir: str | None, job: Ran
             os.environ[events.ENV_EVENTS_DIR] = str(made / "events")
         make_directory(plan.trace)
         _write(plan, report.as_json(report.outcomes(found.faults, [], 0.0, {}), **_about(plan)))
-        _reserve(made)
     except OSError as error:
         raise UsageError(
             f"run: --log-dir {made}: {error.strerror}: name a directory with space for the report of {FLAG}"
@@ -611,21 +483,9 @@ def _for_ranks(found: Schedule) -> str:
     return text
 
 
-def _reserve(directory: Path) -> None:
-    """Reserves disk space for the report. Raises OSError if there is not enough."""
-    with open(directory / f"{REPORT}.space", "wb", opener=private) as file:
-        os.posix_fallocate(file.fileno(), 0, _RESERVED_BYTES)
-
-
 def around(plan: Planned, run: Callable[[], Outcome]) -> Outcome:
-    """Executes the run with its failures, then writes their report."""
-
-    try:
-        with Injector(plan) as injector:
-            outcome = run()
-    finally:
-        with contextlib.suppress(OSError):
-            (plan.run_dir / f"{REPORT}.space").unlink()
+    with Injector(plan) as injector:
+        outcome = run()
     found = report.outcomes(plan.schedule.faults, injector.trace(), injector.began, injector.why_not)
     content = report.as_json(found, **_about(plan), exit_code=outcome.exit_code)
     for line in report.lines(content):

@@ -1,6 +1,6 @@
 """Compares injected with detected failures: from the events of a run to ``failures.json``. Pure.
 
-An injection is an event with the failure's id: "fault" (a rank, a machine, a disk), "service_killed", "corrupted".
+An injection is an event with the failure's id: "fault" (a rank), "service_killed", "corrupted".
 Its detection is the first later event that only such a failure can cause; `_is_sign` defines these events for each
 kind. The event names the detecting process. The report also has the first View of a newer generation, and the first
 one in which the job runs again.
@@ -16,7 +16,6 @@ from swift_ft.fault_grammar import (
     CorruptCopyFault,
     CorruptFault,
     Fault,
-    FillFault,
     LogLossFault,
     LogServerFault,
     RankFault,
@@ -104,19 +103,14 @@ def _is_sign(fault: Fault, injected: Event, event: Event) -> bool:
             return name == "child_exit" and event.get("pid") == injected.get("pid")
         case RankFault():
             fenced = f"rank {injected.get('rank')} " in reason
-            silent = name == "heartbeat_unanswered" and fault.kind == "network"
             # A suspicion with `told` set was reported by a rank, and it is about another rank.
             suspected = name == "suspicion_seen" and not event.get("told")
-            return (mine and (suspected or silent or name == "fenced_kill")) or (made_anew and fenced)
+            return (mine and (suspected or name == "fenced_kill")) or (made_anew and fenced)
         case CoordinatorFault():
             return name in ("heartbeat_unanswered", "coordinator_unanswered")
         case LogServerFault() | LogLossFault():
             silent = name == "log_silent_seen" and event.get("address") == injected.get("address")
             return silent or (made_anew and str(injected.get("address")) in reason)
-        case FillFault():
-            return name == "checkpoint_failed" or (
-                name == "checkpoint_wanted_seen" and "log server" in reason
-            )
         case CorruptFault() | CorruptCheckpointFault() | CorruptCopyFault():
             refused = made_anew and any(word in reason for word in _DAMAGE)
             return refused or name in ("stream_corrupt", "refused")

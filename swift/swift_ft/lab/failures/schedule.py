@@ -5,7 +5,7 @@ A trace is CSV (RFC 4180) in UTF-8. Its first line names the columns, in any ord
     node     the failed node: a name; or, if all of them are numbers, the number of a host of the job
     start    time of the failure, 0 or more, in a unit of the file's own
     end      time of its recovery, in the same unit; empty: never
-    kind     kill, stop, hang, slow or network; empty or no such column: that of the schedule, else kill
+    kind     kill, stop, hang or slow; empty or no such column: that of the schedule, else kill
 
 ``per``: units of the file in one step (with ``unit=seconds``: in one second). A killed process is replaced at once,
 however long its node was away. ``from`` and ``until`` select a part of the file, in its unit. Nodes with names are
@@ -88,24 +88,22 @@ class What:
     kind: str = "kill"
     for_s: float | None = None
     factor: float = 1.0
-    link: str = ""
     phase: str = "idle"
     microbatches: int = 1
     """Number of microbatches among which ``phase=any`` draws."""
 
-    KEYS = ("unit", "kind", "for", "factor", "link", "phase", "microbatches")
+    KEYS = ("unit", "kind", "for", "factor", "phase", "microbatches")
 
     @classmethod
     def of(cls, given: Fields, *, mixed: bool = False) -> "What":
         """Parses the common keys. `mixed`: see `lasting`. Raises UsageError."""
         kind = given.one_of("kind", KINDS, "kill")
-        for_s, factor, link = lasting(given, kind, mixed=mixed)
+        for_s, factor = lasting(given, kind, mixed=mixed)
         return cls(
             unit=given.one_of("unit", UNITS, "steps"),
             kind=kind,
             for_s=for_s,
             factor=factor,
-            link=link,
             phase=given.one_of("phase", _PHASES, "idle"),
             microbatches=given.number("microbatches") if "microbatches" in given else 1,
         )
@@ -116,12 +114,9 @@ class What:
         fields_: dict[str, Any] = {"kind": self.kind, "for_s": lasts}
         if self.kind == "slow":
             fields_["factor"] = self.factor
-        if self.kind == "network":
-            fields_["link"] = self.link
         phase = generator.choice(DRAWN_PHASES) if self.phase == "any" else self.phase
         microbatch = generator.randrange(self.microbatches) if phase in MICROBATCH_PHASES else 0
-        # All ranks of a machine share its network, so one failure is enough.
-        for rank in ranks[:1] if self.kind == "network" else ranks:
+        for rank in ranks:
             if self.unit == "seconds":
                 yield RankFault(rank=rank, at_s=round(at, 3), **fields_)
             else:
@@ -130,8 +125,6 @@ class What:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drawn:
-    """A distribution of failures, as specified."""
-
     text: str
     """The entry as it was given."""
     law: str
@@ -367,12 +360,10 @@ class Traced:
         kind, for_s = outage.kind or self.what.kind, self.what.for_s
         if for_s is None and self.what.unit == "seconds" and outage.end is not None:
             for_s = round((outage.end - outage.start) / self.per, 3)
-        if kind in ("slow", "network") and for_s is None:
-            raise UsageError(f"{flag} {self}: kind={kind} needs for=SECONDS, as steps have no length")
+        if kind == "slow" and for_s is None:
+            raise UsageError(f"{flag} {self}: kind=slow needs for=SECONDS, as steps have no length")
         if kind == "slow" and self.what.factor == 1.0:
             raise UsageError(f"{flag} {self}: kind=slow needs factor=F, more than 1")
-        if kind == "network" and not self.what.link:
-            raise UsageError(f"{flag} {self}: kind=network needs link=DEVICE")
         return replace(self.what, kind=kind, for_s=for_s)
 
     def _hosts_of(self, outages: Sequence[Outage], hosts: Hosts, flag: str) -> dict[str, int]:
@@ -405,8 +396,6 @@ Entry = Fault | Drawn | Traced
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """Planned failures of one run."""
-
     given: str
     """Entries as text."""
     faults: tuple[Fault, ...]

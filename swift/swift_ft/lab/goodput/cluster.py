@@ -1,62 +1,11 @@
-"""A cluster: ranks, nodes and replicas; the times of faults, by distribution or by a trace; the duration of repairs.
-
-Times are seconds."""
+"""A cluster: ranks, nodes and replicas."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from swift_ft.errors import UsageError
 
-FAULTS_MIN = 10
-"""Smallest number of faults from which the distribution of their times can be estimated."""
 RANKS_MAX = 1_000_000
-CV_MIN, CV_MAX = 0.1, 10.0
-SHAPE_MIN, SHAPE_MAX = 0.2, 15.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Trace:
-    """Faults in order of their times."""
-
-    gaps_s: tuple[float, ...]
-    """Time from each fault to the next; 0 for simultaneous faults."""
-    outages_s: tuple[float, ...]
-    """Outage of each fault except the first; same length as `gaps_s`."""
-    nodes: int
-    """Number of different nodes in the trace."""
-
-    @classmethod
-    def of(cls, faults: Sequence[tuple[float, float, str]]) -> "Trace":
-        """Takes the start, the end and the node of each fault. Raises UsageError, in one line, if there are too few."""
-        if len(faults) < FAULTS_MIN:
-            raise UsageError(f"has {len(faults)} faults that ended: give {FAULTS_MIN} or more")
-        faults = sorted(faults)
-        gaps = tuple(later - start for (start, _, _), (later, _, _) in pairwise(faults))
-        if not sum(gaps) > 0:
-            raise UsageError("has all its faults at the same moment: give their times")
-        outages = tuple(end - start for start, end, _ in faults[1:])
-        return cls(gaps_s=gaps, outages_s=outages, nodes=len({node for _, _, node in faults}))
-
-    @property
-    def mean_gap_s(self) -> float:
-        return sum(self.gaps_s) / len(self.gaps_s)
-
-    @property
-    def cv(self) -> float:
-        """Coefficient of variation of the times between faults."""
-        mean = self.mean_gap_s
-        return math.sqrt(sum((gap - mean) ** 2 for gap in self.gaps_s) / len(self.gaps_s)) / mean
-
-    @property
-    def together(self) -> float:
-        """Share of faults that are simultaneous with the previous one."""
-        return sum(gap == 0 for gap in self.gaps_s) / len(self.gaps_s)
-
-    @property
-    def repair_s(self) -> float:
-        return sum(self.outages_s) / len(self.outages_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,53 +61,4 @@ class Cluster:
 
     @property
     def parts(self) -> int:
-        """Number of parts of the model on different nodes."""
         return max(1, math.ceil(self.nodes / self.replicas))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Faults:
-    """Fault process of a job: one fault in `mtbf_s / nodes` on average, regardless of the job's state.
-
-    The times between two faults of the job are exponential, Weibull, or those of a trace in their order. If many nodes
-    have independent Weibull times, the job's are nearly exponential (Palm and Khintchine).
-    """
-
-    mtbf_s: float
-    """Mean time between failures of a node."""
-    shape: float = 1.0
-    """Weibull shape of the times between two faults of the job; 1: exponential."""
-    trace: Trace | None = None
-
-    def __post_init__(self) -> None:
-        if not 1.0 <= self.mtbf_s <= 1e12:
-            raise UsageError(f"--machine-mtbf {self.mtbf_s:g}: give 1 s to 1e12 s, such as 264d")
-
-    @property
-    def exponential(self) -> bool:
-        return self.shape == 1.0 and self.trace is None
-
-    @property
-    def cv(self) -> float:
-        """Coefficient of variation of the times between faults."""
-        return self.trace.cv if self.trace is not None else cv_of(self.shape)
-
-    def job_mtbf_s(self, cluster: Cluster) -> float:
-        return self.mtbf_s / cluster.nodes
-
-
-def cv_of(shape: float) -> float:
-    """Returns the coefficient of variation of a Weibull distribution: sqrt(gamma(1 + 2 / k) / gamma(1 + 1 / k)^2 -
-    1)."""
-    return math.sqrt(math.expm1(math.lgamma(1 + 2 / shape) - 2 * math.lgamma(1 + 1 / shape)))
-
-
-def shape_of(cv: float) -> float:
-    """Returns the Weibull shape with this coefficient of variation. Raises UsageError if it is out of bounds."""
-    if cv == 1.0:
-        return 1.0
-    if not CV_MIN <= cv <= CV_MAX:
-        raise UsageError(f"--cv {cv:g}: give {CV_MIN:g} to {CV_MAX:g}; 1 is exponential")
-    from scipy.optimize import brentq  # takes longer to import than all the rest of the command
-
-    return float(brentq(lambda shape: cv_of(shape) - cv, SHAPE_MIN, SHAPE_MAX))

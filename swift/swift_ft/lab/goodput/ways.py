@@ -7,24 +7,18 @@ repeated: a checkpoint, a snapshot, or the start of the step. The parts of recov
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from swift_ft.lab.goodput.cluster import Cluster, Faults
+from swift_ft.lab.goodput.cluster import Cluster
 from swift_ft.lab.goodput.figures import RESTART_RANKS, Figure
 from swift_ft.lab.plan.interval import best_work_s
 
-RESTART, GIVEN, WAIT, CHECKPOINT, REINIT = (
-    "restart",
-    "restart, given",
-    "restart, no spare",
-    "checkpoint",
-    "reinit",
-)
+RESTART, GIVEN, CHECKPOINT, REINIT = "restart", "restart, given", "checkpoint", "reinit"
 SNAPSHOT, REPLICA, REPLAY, SHARED, AUTO = "snapshot", "replica", "replay", "replay, shared", "auto"
 SHRINK, ADAPTIVE, DROP, LOSSY = "shrink", "adaptive", "shrink, drop", "lossy-forward"
 NAMES = (
-    *(RESTART, GIVEN, WAIT, CHECKPOINT, REINIT),
+    *(RESTART, GIVEN, CHECKPOINT, REINIT),
     *(SNAPSHOT, REPLICA, REPLAY, SHARED, AUTO),
     *(SHRINK, ADAPTIVE, DROP, LOSSY),
 )
@@ -32,8 +26,6 @@ NAMES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Way:
-    """Parameters of one strategy, in seconds and shares."""
-
     name: str
     words: str
     stop_parts: tuple[tuple[str, float], ...]
@@ -59,13 +51,6 @@ class Way:
     """Time that all ranks wait when a node returns; the current step is then repeated."""
     spares: int | None = None
     """None: a lost node is replaced at once. Else a node waits for a repair once more nodes than this are missing."""
-    partners: int = 0
-    """Number of other nodes that hold the state for recovering a lost one."""
-    needed: int = 0
-    """Number of partners whose loss in the same recovery makes the job fall back."""
-    fall_stop_s: float = 0.0
-    fall_ratio: float = 1.0
-    """Time of repeated work since the checkpoint, over its first time, in a fallback."""
 
     @property
     def stop_s(self) -> float:
@@ -88,14 +73,12 @@ class Request:
     """Checked command line of ``--goodput``."""
 
     cluster: Cluster
-    faults: Faults
+    mtbf_s: float
+    """Mean time between two faults of a node."""
     figures: Mapping[str, Figure]
     every_s: float | None = None
     """Checkpoint interval. None: the best one."""
     snapshot_every_s: float | None = None
-    stops: Mapping[str, float] = field(default_factory=dict)
-    """Strategy -> measured time that all ranks wait after a fault; replaces the sum of the parts."""
-    seed: int = 0
     source: str = ""
     """Description of the source of the faults."""
 
@@ -103,14 +86,16 @@ class Request:
     def repair_s(self) -> float:
         return self.figures["repair_s"].value
 
+    @property
+    def job_mtbf_s(self) -> float:
+        return self.mtbf_s / self.cluster.nodes
+
 
 class Maker:
-    """Builds the ways of one cluster."""
-
     def __init__(self, request: Request) -> None:
         self._cluster, self._request = request.cluster, request
         self._of = {name: figure.value for name, figure in request.figures.items()}
-        self._mtbf_s = request.faults.job_mtbf_s(request.cluster)
+        self._mtbf_s = request.job_mtbf_s
         self.best_s = max(self._of["step_s"], best_work_s(self._of["save_s"], 1.0, self._mtbf_s))
         """Checkpoint interval with the greatest useful share if all work since the checkpoint is repeated."""
         self._session = self._of["session_s_per_step"] / self._of["step_s"]
@@ -121,10 +106,6 @@ class Maker:
         parts = [("detect", self._of["detect_s"])] if detect else []
         parts.append(("coordinate", self._of["coordinate_s_per_rank"] * self._cluster.ranks))
         return (*parts, ("rebuild", self._of["rebuild_s"]), *further)
-
-    def _stop(self, name: str, parts: tuple[tuple[str, float], ...]) -> tuple[tuple[str, float], ...]:
-        given = self._request.stops.get(name)
-        return parts if given is None else (("given", given),)
 
     def ways(self) -> list[Way]:
         """Returns the strategies that are possible on this cluster, in the order of `NAMES`."""
@@ -162,7 +143,7 @@ class Maker:
         return Way(
             name=name,
             words=words,
-            stop_parts=self._stop(name, parts),
+            stop_parts=parts,
             work_s=every_s or self.best_s,
             stall_s=self._of["save_s"],
             every_s=every_s or self.best_s,
@@ -174,34 +155,25 @@ class Maker:
     def _restarts(self) -> list[Way]:
         of = self._of
         more_s = of["restart_s_per_rank"] * max(0, self._cluster.ranks - RESTART_RANKS)
-        parts = self._stop(
-            RESTART,
-            (
-                ("detect", of["detect_s"]),
-                ("start", of["start_s"] + more_s),
-                ("rebuild", of["rebuild_s"]),
-                self._load,
-            ),
+        parts = (
+            ("detect", of["detect_s"]),
+            ("start", of["start_s"] + more_s),
+            ("rebuild", of["rebuild_s"]),
+            self._load,
         )
         words = "all processes start again (torchrun) and load the newest checkpoint"
         made = [self._by_checkpoint(RESTART, f"{words}; the best interval", parts, overhead=0.0)]
         if self._request.every_s is not None:
             every_s, yours = self._request.every_s, f"{words}; your interval"
             made.append(self._by_checkpoint(GIVEN, yours, parts, every_s, overhead=0.0))
-        if self._cluster.spares != 0:
-            words += ", once the lost node is repaired"
-            made.append(self._by_checkpoint(WAIT, words, parts, overhead=0.0, spares=0))
         return made
 
     def _behind(self) -> dict[str, Any]:
-        """Returns the checkpoints, and the fallback to them, of a strategy that recovers without checkpoints if it
-        can."""
-        stop = self._stop(CHECKPOINT, self._swift(self._load))
+        """Returns the checkpoints of a strategy that recovers without them if it can."""
         every_s = self._request.every_s
         return {
             "every_s": max(self.best_s, self._of["behind_s"]) if every_s is None else every_s,
             "save_s": self._of["save_s"],
-            "fall_stop_s": sum(seconds for _, seconds in stop),
         }
 
     def _snapshot(self) -> Way:
@@ -210,34 +182,25 @@ class Maker:
         return Way(
             name=SNAPSHOT,
             words="all go back to copies in host memory; the partner of a lost node has its copy",
-            stop_parts=self._stop(SNAPSHOT, self._swift(self._copy)),
+            stop_parts=self._swift(self._copy),
             work_s=max(step_s, best_work_s(stall_s, 1.0, self._mtbf_s)) if every_s is None else every_s,
             stall_s=stall_s,
             overhead=self._session,
             spares=self._cluster.spares,
-            partners=1,
-            needed=1,
             **self._behind(),
         )
 
     def _replica(self, name: str) -> Way:
-        others, logs = self._cluster.holders - 1, name == AUTO
+        logs = name == AUTO
         words = "a replacement copies a replica's state" + ("; else the log is replayed" if logs else "")
-        behind = self._behind()
-        if logs:
-            replayed = self._stop(REPLAY, self._swift(self._load))
-            behind["fall_stop_s"] = sum(seconds for _, seconds in replayed)
-            behind["fall_ratio"] = self._ratio(1)
         return Way(
             name=name,
             words=words,
-            stop_parts=self._stop(name, self._swift(self._copy)),
+            stop_parts=self._swift(self._copy),
             work_s=self._of["step_s"],
             overhead=self._logging if logs else self._session,
             spares=self._cluster.spares,
-            partners=others,
-            needed=others,
-            **behind,
+            **self._behind(),
         )
 
     def _ratio(self, copies: int) -> float:
@@ -257,13 +220,10 @@ class Maker:
         made = self._by_checkpoint(
             name,
             words,
-            self._stop(REPLAY, self._swift(self._load)),
+            self._swift(self._load),
             max(self._of["step_s"], best_work_s(self._of["save_s"], ratio, self._mtbf_s)),
             ratio=ratio,
             overhead=self._logging,
-            partners=min(2, self._cluster.nodes - 1),
-            needed=1,
-            fall_stop_s=self._behind()["fall_stop_s"],
         )
         return replace(made, stop_parts=(*made.stop_parts, ("half a step", self._of["step_s"] / 2)))
 
@@ -273,7 +233,7 @@ class Maker:
         return Way(
             name=name,
             words=words,
-            stop_parts=self._stop(name, self._swift()),
+            stop_parts=self._swift(),
             speeds=(*speeds, 0.0),
             back_s=sum(seconds for _, seconds in back),
             work_s=self._of["step_s"],

@@ -6,14 +6,13 @@ their own.
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from swift_ft._pb import coordinator_pb2 as pb
-from swift_ft.cli_parser import Parser, argument, import_with_extra
-from swift_ft.errors import ServiceError, SwiftError, UsageError
+from swift_ft.cli_parser import Parser, argument, command, import_with_extra
+from swift_ft.errors import UsageError
 from swift_ft.lab.plan import running_job
 from swift_ft.lab.plan.arguments import add_output, duration, output, size, write
 from swift_ft.lab.plan.profile import Cap, Profile, read
@@ -124,21 +123,10 @@ def run(options: argparse.Namespace, ask: Callable[[str, str], pb.MeasurementsRe
     return 0
 
 
-def main(
-    argv: Sequence[str] | None = None, ask: Callable[[str, str], pb.MeasurementsReply] = running_job.ask
-) -> int:
+@command
+def main(argv: Sequence[str], ask: Callable[[str, str], pb.MeasurementsReply] = running_job.ask) -> int:
     """`ask(coordinator, job)` returns what the job's ranks have measured."""
-    argv = sys.argv[1:] if argv is None else argv
-    try:
-        for flag, module in OTHERS.items():
-            if flag in argv:
-                return int(import_with_extra(module, "plan", "lab").main(argv))
-        return run(parse(argv), ask)
-    except SwiftError as error:
-        tell(error)
-        return error.exit_code
-    except BrokenPipeError:
-        raise  # for `end_quietly`
-    except OSError as error:
-        tell(error)
-        return ServiceError.exit_code
+    for flag, module in OTHERS.items():
+        if flag in argv:
+            return int(import_with_extra(module, "plan", "lab").main(argv))
+    return run(parse(argv), ask)

@@ -52,20 +52,6 @@ def expected_s(work_s: float, save_s: float, down_s: float, ratio: float, mtbf_s
         return math.inf
 
 
-def young_s(save_s: float, ratio: float, mtbf_s: float) -> float:
-    """Returns Young's first-order optimum in save / mtbf (CACM 17(9), 1974): sqrt(2 save mtbf / ratio)."""
-    return math.sqrt(2 * save_s * mtbf_s / ratio)
-
-
-def daly_s(save_s: float, ratio: float, mtbf_s: float) -> float:
-    """Returns Daly's higher-order optimum (2006), for the MTBF mtbf / ratio."""
-    mtbf_s /= ratio
-    if save_s >= 2 * mtbf_s:
-        return mtbf_s
-    x = save_s / (2 * mtbf_s)
-    return math.sqrt(2 * save_s * mtbf_s) * (1 + math.sqrt(x) / 3 + x / 9) - save_s
-
-
 def best_work_s(save_s: float, ratio: float, mtbf_s: float) -> float:
     """Returns the work between checkpoints that minimizes E / work.
 

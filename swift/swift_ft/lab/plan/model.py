@@ -22,8 +22,6 @@ Cuts = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """Machines that recover together."""
-
     machines: tuple[int, int]
     """Range: the first machine, and the one after the last."""
     stages: tuple[int, int]
@@ -39,8 +37,6 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """Predicted cost of one choice of groups."""
-
     groups: tuple[Group, ...]
     logged: tuple[int, ...]
     """Logged boundaries; boundary b follows stage b."""

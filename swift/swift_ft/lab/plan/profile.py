@@ -237,7 +237,6 @@ def parse(text: str | bytes) -> Profile:
 
 
 def _flattened(document: Any) -> dict[str, Any]:
-    """Returns the values by their paths."""
     if not isinstance(document, dict):
         raise UsageError(f"a profile: must be an object, not {_shown(document)}")
     flat: dict[str, Any] = {}
@@ -252,7 +251,6 @@ def _flattened(document: Any) -> dict[str, Any]:
 
 
 def _machines(given: dict[str, Any], stages: int) -> list[int]:
-    """Returns the machine of every stage if each machine has as many."""
     count = _check(given.pop(_MACHINES.path, None), _MACHINES)
     ranks = _check(given.pop(_RANKS.path, None), _RANKS)
     if count * ranks != stages:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from swift_ft.lab.plan.interval import Pace, daly_s, young_s
+from swift_ft.lab.plan.interval import Pace
 from swift_ft.lab.plan.model import CostModel, Cuts, Floats, Prediction
 from swift_ft.lab.plan.profile import Cap, Profile
 from swift_ft.text import size_words, table, time_words
@@ -59,15 +59,9 @@ class TooManyCandidates(Exception):
     """Raised if the frontier needs too many candidates: arbitrary sizes may give a point for every choice of groups."""
 
 
-def exact(
-    model: CostModel,
-    others: Sequence[Cuts] = (),
-    *,
-    worst_s: float = math.inf,
-    candidates_max: int = CANDIDATES_MAX,
-) -> Frontier:
+def exact(model: CostModel, *, worst_s: float = math.inf, candidates_max: int = CANDIDATES_MAX) -> Frontier:
     """Returns the frontier of all choices in which no group takes longer than `worst_s`; without points if there is
-    none. `others`: further known choices, which a rounded frontier may lack."""
+    none."""
     cost = np.where(model.recovery_s <= worst_s, model.expected_s, np.inf)
     sizes = model.edge_bytes[: model.n].copy()  # sizes[0] = 0: no boundary before machine 0
     quickest = shortest(cost)
@@ -87,7 +81,6 @@ def exact(
             # Rounding up adds less than a unit per boundary, so the rounded sizes fit into units_max.
             resolution = -(-most // (units_max - model.n))
             frontier = on_grid(cost, -(-sizes // resolution), units_max)
-            frontier += [cuts for cuts in others if model.worst_recovery_s(cuts) <= worst_s]
     points = _undominated(_point(model, cuts) for cuts in [*frontier, quickest])
     return Frontier(points=points, resolution_bytes=resolution)
 
@@ -200,45 +193,10 @@ def _climb(parents: list[tuple[Ints, Ints]], j: int, label: int) -> Cuts:
     return tuple(reversed(cuts[:-1]))
 
 
-# SWIFT's selective logging, the baseline (arXiv 2302.06173, and the authors' planner, `merge_groups` in
-# github.com/jasperzhong/swift): a greedy merge of neighbours.
-#
-# At first every machine is a group. While the log is too big, the pair of neighbours is merged whose recovery time
-# grows least per saved byte:
-#
-#     score = (R(merged) (p_a + p_b) - R(a) p_a - R(b) p_b) / V       p: probability that a failure is the group's
-#
-# R is the paper's estimate for one step, R(merged) = R(a) + R(b) + V / network bandwidth. Two errors of the authors'
-# program are corrected here: V counts both directions (theirs: activations only), and p counts the machines of a group
-# (theirs takes every group for one machine). The cap only decides where to stop, so there is one sequence of n choices.
-
-
-def merges(model: CostModel) -> list[Cuts]:
-    """Returns all choices on the way from one group per machine to a single group."""
-    n, network = model.n, model.profile.network_bytes_per_s
-    begins = np.arange(n)
-    recovery = model.replay_step_s[begins, begins + 1]
-    chance = model.probability[begins, begins + 1]
-    choices: list[Cuts] = [tuple(range(1, n))]
-    while len(begins) > 1:
-        size = model.edge_bytes[begins[1:]].astype(np.float64)
-        merged = recovery[:-1] + recovery[1:] + (0.0 if network is None else size / network)
-        parts = recovery * chance
-        score = (merged * (chance[:-1] + chance[1:]) - parts[:-1] - parts[1:]) / size
-        pair = int(score.argmin())
-        recovery[pair] = merged[pair]
-        chance[pair] += chance[pair + 1]
-        begins = np.delete(begins, pair + 1)
-        recovery, chance = np.delete(recovery, pair + 1), np.delete(chance, pair + 1)
-        choices.append(tuple(begins[1:].tolist()))
-    return choices
-
-
 # Whether the log pays off, and the best checkpoint interval. docs/planning.md derives it.
 
 
 def pace(model: CostModel, cuts: Cuts) -> Pace:
-    """Returns the time model of a checkpoint interval with these cuts."""
     profile, step_s = model.profile, model.step_s + model.overhead_s(cuts)
     # The interval's formula replays K / 2 steps on average, the model (K - 1) / 2: subtract the half step.
     down_s, replay_s = model.means(cuts, -0.5)
@@ -293,13 +251,10 @@ def intervals(model: CostModel, chosen: Cuts, choices: Iterable[Cuts], cap: Cap 
     # Of equal shares the first one: without a log, if that is as good.
     best = max((each for each in options if each is not None), key=lambda each: each["useful"], default=None)
     with_log, without = pace(model, chosen), pace(model, ())
-    formula = (with_log.save_s, with_log.ratio, with_log.mtbf_s)
     now = model.profile.checkpoint_interval_steps
     return {
         "save_s": with_log.save_s,
         "replay_ratio": with_log.ratio,
-        "young_s": young_s(*formula),
-        "daly_s": daly_s(*formula),
         "now": {
             "steps": now,
             "useful": with_log.useful(now),
@@ -315,18 +270,13 @@ def intervals(model: CostModel, chosen: Cuts, choices: Iterable[Cuts], cap: Cap 
 FORMAT = 1
 ROWS_MAX = 24
 GROUPS_SHOWN = 16
-BETTER = 1e-9
-"""Relative difference below which two recovery times count as equal."""
 
 
 def build(profile: Profile, cap: Cap | None) -> dict[str, Any]:
     """Builds the whole document. Infinite numbers become None."""
     model = CostModel(profile)
-    merged = merges(model)
-    curve, chosen, problem = choose(model, cap, merged)
+    curve, chosen, problem = choose(model, cap)
     prediction = model.predict(chosen)
-    swift = [_row(model, cuts) for cuts in merged]
-    rows = [_row(model, point.cuts) for point in curve.points]
     return {
         "plan": FORMAT,
         "name": profile.name,
@@ -342,10 +292,8 @@ def build(profile: Profile, cap: Cap | None) -> dict[str, Any]:
         "frontier": {
             "exact": curve.resolution_bytes == 0,
             "resolution_bytes": curve.resolution_bytes,
-            "points": rows,
+            "points": [_row(model, point.cuts) for point in curve.points],
         },
-        "swift": swift,
-        "compared": _finite(compared(rows, swift)),
         "interval": _finite(intervals(model, chosen, [point.cuts for point in curve.points], cap)),
     }
 
@@ -356,20 +304,17 @@ def groups_text(prediction: Prediction) -> str:
     return ",".join(f"{first}" if last == first else f"{first}-{last}" for first, last in ends)
 
 
-def choose(model: CostModel, cap: Cap | None, others: Sequence[Cuts] = ()) -> tuple[Frontier, Cuts, str]:
-    """Returns (frontier, groups, problem): an empty problem, or why the cap cannot be met, with the closest groups.
-
-    `others`: further known choices, for a frontier that is not exact.
-    """
+def choose(model: CostModel, cap: Cap | None) -> tuple[Frontier, Cuts, str]:
+    """Returns (frontier, groups, problem): an empty problem, or why the cap cannot be met, with the closest groups."""
     if cap is not None and cap.kind == "worst_recovery_s":
-        within = exact(model, others, worst_s=cap.value)
+        within = exact(model, worst_s=cap.value)
         if within.points:
             return within, within.points[0].cuts, ""
-        curve = exact(model, others)
+        curve = exact(model)
         closest = min(curve.points, key=lambda point: model.worst_recovery_s(point.cuts))
         least = f"{model.worst_recovery_s(closest.cuts):.4g} s is the least that is found"
         return curve, closest.cuts, f"no groups recover from every failure within {cap.value:g} s; {least}"
-    curve = exact(model, others)
+    curve = exact(model)
     if cap is None:
         return curve, curve.points[-1].cuts, ""
     if cap.kind == "recovery_s":
@@ -396,21 +341,6 @@ def _row(model: CostModel, cuts: Cuts) -> dict[str, Any]:
     }
 
 
-def compared(rows: Sequence[dict[str, Any]], swift: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns, for every size of the frontier and of SWIFT's merge, the shortest recovery of each within it."""
-    choices = [
-        (row["storage_bytes"], name, row)
-        for name, of in (("exact_s", rows), ("swift_s", swift))
-        for row in of
-    ]
-    least = {"exact_s": math.inf, "swift_s": math.inf}
-    found: dict[int, dict[str, Any]] = {}
-    for size, name, row in sorted(choices, key=lambda choice: choice[0]):
-        least[name] = min(least[name], row["recovery_s"])
-        found[size] = {"storage_bytes": size, **least}
-    return list(found.values())
-
-
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _finite(entry) for name, entry in value.items()}
@@ -423,14 +353,11 @@ def _finite(value: Any) -> Any:
 
 
 def text(document: dict[str, Any]) -> list[str]:
-    """Formats the document for a terminal."""
     return [
         f"{document['name']}: {document['stages']} stages on {document['machines']} machines, "
         f"{time_words(document['step_s'])} a step, a failure every {time_words(document['mtbf_s'])}",
         "",
         *_table(document),
-        "",
-        _better(document),
         "",
         *_chosen(document),
         "",
@@ -440,8 +367,7 @@ def text(document: dict[str, Any]) -> list[str]:
 
 def _table(document: dict[str, Any]) -> list[str]:
     points, chosen = document["frontier"]["points"], document["chosen"]["logged"]
-    others = {row["storage_bytes"]: row["swift_s"] for row in document["compared"]}
-    rows = [["", "groups", "log", "overhead", "recovery", "at worst", "SWIFT"]]
+    rows = [["", "groups", "log", "overhead", "recovery", "at worst"]]
     for index in _selected(points, chosen):
         point = points[index]
         rows.append(
@@ -452,7 +378,6 @@ def _table(document: dict[str, Any]) -> list[str]:
                 f"{100 * point['overhead_s'] / document['step_s']:.2g} %",
                 f"{point['recovery_s']:.4g} s",
                 f"{point['worst_recovery_s']:.4g} s",
-                _behind(point["recovery_s"], others[point["storage_bytes"]]),
             ]
         )
     left_out = len(points) - (len(rows) - 1)
@@ -470,30 +395,6 @@ def _selected(points: Sequence[dict[str, Any]], chosen: list[int]) -> list[int]:
         return list(range(len(points)))
     spread = {round(at * (len(points) - 1) / (ROWS_MAX - 2)) for at in range(ROWS_MAX - 1)}
     return sorted(spread | {i for i, point in enumerate(points) if point["logged"] == chosen})
-
-
-def _behind(exact_s: float, other_s: float | None) -> str:
-    if other_s is None:
-        return "-"
-    return f"+{100 * (other_s / exact_s - 1):.2g} %" if is_better(exact_s, other_s) else "same"
-
-
-def is_better(exact_s: float, other_s: float | None) -> bool:
-    """Returns whether the first is shorter by more than rounding, or the other has no choice of that size."""
-    return other_s is None or exact_s < other_s * (1 - BETTER)
-
-
-def _better(document: dict[str, Any]) -> str:
-    compared = document["compared"]
-    gains = [
-        row["swift_s"] / row["exact_s"] - 1
-        for row in compared
-        if row["swift_s"] is not None
-        and row["exact_s"] is not None
-        and is_better(row["exact_s"], row["swift_s"])
-    ]
-    most = f", by up to {100 * max(gains):.1f} %" if gains else ""
-    return f"the same bytes: quicker than SWIFT's merge at {len(gains)} of {len(compared)} sizes{most}"
 
 
 def _chosen(document: dict[str, Any]) -> list[str]:

@@ -28,8 +28,6 @@ STAGES_MAX, ORIGINS_MAX, MICROBATCHES_MAX, CELLS_MAX = 4096, 1024, 65536, 1_000_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """Checked command line."""
-
     stages: int
     replicas: int
     microbatches: int
@@ -138,8 +136,6 @@ def worst(request: Request, losses: int) -> Counts:
 
 
 class Planned(NamedTuple):
-    """The step that is planned for some losses."""
-
     lost: Lost
     """The workers that do nothing: as many as are lost, or more."""
     work: Work
@@ -221,12 +217,10 @@ def build_rerouted(request: Request) -> dict[str, Any]:
 
 
 def place(counts: Counts) -> str:
-    """Formats the placement of the losses."""
     return ", ".join(f"{count} at stage {stage}" for stage, count in enumerate(counts) if count) or "none"
 
 
 def rerouted_text(document: dict[str, Any]) -> list[str]:
-    """Formats the table and the explanation of its columns."""
     numbers = (document[name] for name in ("stages", "replicas", "microbatches", "whole"))
     head = "{} stages, {} replicas, {} microbatches each; a step without losses takes {:g}".format(*numbers)
     names = [way.name for way in WAYS]

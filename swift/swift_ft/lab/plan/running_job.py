@@ -8,9 +8,8 @@ from statistics import median
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.lab.plan.profile import COPIES_MAX, RATE_MAX, Profile
-from swift_ft.planner import Assignment, RankMeasured
+from swift_ft.planner import Assignment
 from swift_ft.rpc.client import CoordinatorClient
-from swift_ft.rpc.codec import from_message
 from swift_ft.text import tell
 from swift_ft.tools.status import PATIENCE_S
 
@@ -38,7 +37,7 @@ def profile_of(job: str, reply: pb.MeasurementsReply, given: Namespace) -> tuple
         counts = ", ".join(map(str, sorted(microbatches)))
         raise ServiceError(f"job {job}: ranks count {counts} microbatches a step")
     for stage, rank in enumerate(ranks):
-        if rank.checkpoint_bytes is None or rank.checkpoint_s is None:
+        if not rank.HasField("checkpoint_s"):
             raise ServiceError(f"job {job}: stage {stage} has saved no checkpoint yet; ask again later")
     assumed: list[str] = []
     machines = _machines(job, hosts, given, assumed)
@@ -79,9 +78,9 @@ def profile_of(job: str, reply: pb.MeasurementsReply, given: Namespace) -> tuple
         ),
         network_bytes_per_s=given.network_rate,
         checkpoint_interval_steps=int(reply.config.get("checkpoint_every", "0")),
-        checkpoint_bytes=tuple(rank.checkpoint_bytes or 0 for rank in ranks),
+        checkpoint_bytes=tuple(rank.checkpoint_bytes for rank in ranks),
         checkpoint_bytes_per_s=_checkpoint_rate(ranks, machines),
-        checkpoint_stall_s=max(rank.checkpoint_stall_s or 0.0 for rank in ranks),
+        checkpoint_stall_s=max(rank.checkpoint_stall_s for rank in ranks),
         machine_mtbf_s=(
             default(given.machine_mtbf, "failures.machine_mtbf_s", DEFAULT_MTBF_S, "--machine-mtbf"),
         )
@@ -93,14 +92,14 @@ def profile_of(job: str, reply: pb.MeasurementsReply, given: Namespace) -> tuple
     return made, assumed
 
 
-def _in_order(job: str, reply: pb.MeasurementsReply) -> tuple[list[RankMeasured], list[str]]:
+def _in_order(job: str, reply: pb.MeasurementsReply) -> tuple[list[pb.RankMeasured], list[str]]:
     """Returns what the ranks have measured, and their hosts, in the order of their stages."""
     dp_size = int(reply.config.get("replicas", "1")) * int(reply.config.get("shards", "1"))
     if dp_size > 1:
         raise UsageError(
             f"job {job} has {dp_size} data-parallel ranks to a stage: it recovers by copying, and needs no plan"
         )
-    measured = {rank.rank: from_message(rank.measured) for rank in reply.ranks}
+    measured = {rank.rank: rank.measured for rank in reply.ranks}
     missing = [rank for rank in Assignment.grid(reply.world_size).occupied if rank not in measured]
     if missing:
         names = ", ".join(map(str, missing))
@@ -123,7 +122,6 @@ def _in_order(job: str, reply: pb.MeasurementsReply) -> tuple[list[RankMeasured]
 
 
 def _machines(job: str, hosts: Sequence[str], given: Namespace, assumed: list[str]) -> tuple[int, ...]:
-    """Returns the machine of each stage."""
     if given.machine_per_rank or not all(hosts):
         return tuple(range(len(hosts)))
     runs = [(host, len(list(run))) for host, run in groupby(hosts)]
@@ -139,8 +137,9 @@ def _machines(job: str, hosts: Sequence[str], given: Namespace, assumed: list[st
     return tuple(machine for machine, (_, count) in enumerate(runs) for _ in range(count))
 
 
-def _boundaries(ranks: Sequence[RankMeasured], assumed: list[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the bytes of a step over each boundary, forward and backward."""
+def _boundaries(
+    ranks: Sequence[pb.RankMeasured], assumed: list[str]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     last = len(ranks) - 1
     forward, backward = [0] * last, [0] * last
     for source, rank in enumerate(ranks):
@@ -154,30 +153,30 @@ def _boundaries(ranks: Sequence[RankMeasured], assumed: list[str]) -> tuple[tupl
     return tuple(forward), tuple(backward)
 
 
-def _checkpoint_rate(ranks: Sequence[RankMeasured], machines: Sequence[int]) -> float:
+def _checkpoint_rate(ranks: Sequence[pb.RankMeasured], machines: Sequence[int]) -> float:
     """Returns the bytes per second of a machine, whose ranks save in parallel."""
     sizes, seconds = dict.fromkeys(machines, 0), dict.fromkeys(machines, 1e-6)
     for machine, rank in zip(machines, ranks, strict=True):
-        sizes[machine] += rank.checkpoint_bytes or 0
-        seconds[machine] = max(seconds[machine], rank.checkpoint_s or 0.0)
+        sizes[machine] += rank.checkpoint_bytes
+        seconds[machine] = max(seconds[machine], rank.checkpoint_s)
     return max(median(sizes[machine] / seconds[machine] for machine in sizes), 1.0)
 
 
-def _written(ranks: Sequence[RankMeasured], machines: Sequence[int]) -> tuple[float | None, float]:
+def _written(ranks: Sequence[pb.RankMeasured], machines: Sequence[int]) -> tuple[float | None, float]:
     """Returns a machine's write rate, None if no training waited for the log, whose limit is not known then; and the
     highest rate of a machine."""
     rates = dict.fromkeys(machines, 0.0)
     for machine, rank in zip(machines, ranks, strict=True):
-        rates[machine] += rank.log_write_bytes_per_s or 0.0
+        rates[machine] += rank.log_write_bytes_per_s
     full = [rates[machine] for machine, rank in zip(machines, ranks, strict=True) if rank.log_full]
     return (max(min(full), 1.0) if full else None), max(rates.values())
 
 
-def _read_rate(ranks: Sequence[RankMeasured]) -> float | None:
+def _read_rate(ranks: Sequence[pb.RankMeasured]) -> float | None:
     """Returns the read rate of all last replays: bytes over the seconds that the replays waited for them. None if
     nothing was replayed."""
-    size = sum(rank.log_read_bytes or 0 for rank in ranks)
-    waited_s = sum(rank.log_read_wait_s or 0.0 for rank in ranks)
+    size = sum(rank.log_read_bytes for rank in ranks)
+    waited_s = sum(rank.log_read_wait_s for rank in ranks)
     if not size:
         return None
     return max(size / waited_s, 1.0) if waited_s > size / RATE_MAX else RATE_MAX

@@ -2,12 +2,10 @@
 
 import importlib.util
 import json
-import platform
 import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,6 +14,7 @@ from swift_ft.cli_parser import Parser
 from swift_ft.errors import SwiftError, UsageError
 from swift_ft.files import make_directory
 from swift_ft.lab.bench import output
+from swift_ft.lab.drill.config import versions
 from swift_ft.lab.study import figures, page, running
 from swift_ft.lab.study.settings import DEFAULT, QUICK, STRATEGIES, TASKS, Cell, Settings
 from swift_ft.text import one_line, show, tell
@@ -44,7 +43,9 @@ class Store:
                 f"study: --out {directory}: {error.strerror}: name a directory that can be written"
             ) from None
         probe.cleanup()
-        mine = json.loads(json.dumps({"format": FORMAT, **asdict(settings), "environment": environment()}))
+        # What bits and times depend on in addition to the settings.
+        environment = {**versions(), "processor": output.cpu_model()}
+        mine = json.loads(json.dumps({"format": FORMAT, **asdict(settings), "environment": environment}))
         path = directory / "settings.json"
         if not path.exists():
             output.write_json(path, mine)
@@ -68,7 +69,6 @@ class Store:
         output.write_json(self.path(cell), result)
 
     def place(self) -> "TemporaryDirectory[str]":
-        """Creates a work directory for one cell."""
         return TemporaryDirectory(prefix="run-", dir=self._directory.absolute(), ignore_cleanup_errors=True)
 
 
@@ -77,17 +77,6 @@ def _read(path: Path) -> dict[str, Any] | None:
         return dict(json.loads(path.read_text()))
     except (ValueError, TypeError):
         return None
-
-
-def environment() -> dict[str, str]:
-    """Returns what bits and times depend on in addition to the settings; the byte task's text depends on the Python
-    version."""
-    return {
-        "python": platform.python_version(),
-        "torch": metadata.version("torch"),
-        "swift-ft": metadata.version("swift-ft"),
-        "processor": output.cpu_model(),
-    }
 
 
 def arguments_of(argv: Sequence[str]) -> tuple[Settings, Any]:
@@ -142,10 +131,9 @@ def arguments_of(argv: Sequence[str]) -> tuple[Settings, Any]:
 
 
 def study(settings: Settings, store: Store) -> dict[str, Any]:
-    """Runs all missing cells and returns the figures."""
     results = {cell: store.read(cell) or {"failed": "not done"} for cell in settings.cells()}
     missing = [cell for cell, result in results.items() if "failed" in result]
-    began, others = time.monotonic(), output.Others()
+    began = time.monotonic()
     for number, cell in enumerate(missing):
         with store.place() as place:
             result = results[cell] = running.run(cell, settings, Path(place))
@@ -156,8 +144,7 @@ def study(settings: Settings, store: Store) -> dict[str, Any]:
         )
         left = len(missing) - number - 1
         tell(f"study: {cell.name}: {told}; {left} runs, {left * took_s / (number + 1):.0f} s left")
-    share = others.share() if missing else 0.0
-    return figures.build(settings, results, output.machine(), _checks(settings, results, store), share)
+    return figures.build(settings, results, output.machine(), _checks(settings, results, store))
 
 
 def _checks(settings: Settings, results: Mapping[Cell, Result], store: Store) -> list[dict[str, Any]]:

@@ -17,8 +17,6 @@ from swift_ft.text import table
 
 
 class Estimate(NamedTuple):
-    """Estimate of a mean."""
-
     mean: float
     half: float | None
     """Half width of the 95 % interval. None: there is only one value."""
@@ -44,26 +42,19 @@ QUESTION = (
 Results = Mapping[Cell, Mapping[str, Any]]
 
 
-OTHERS_MAX = 0.1
-"""Fraction of the processors for other programs, from which times are not to be judged."""
-
-
 def build(
     settings: Settings,
     results: Results,
     machine: str,
     checks: Sequence[Mapping[str, Any]],
-    others: float = 0.0,
 ) -> dict[str, Any]:
-    """Builds the study as JSON. `checks`: cells that were recomputed in one process (`running.calculate`). `others`:
-    fraction of the processors that other programs had meanwhile."""
+    """Builds the study as JSON. `checks`: cells that were recomputed in one process (`running.calculate`)."""
     whole = {cell: result for cell, result in results.items() if "failed" not in result}
     failed = {cell.name: result["failed"] for cell, result in results.items() if "failed" in result}
     return {
         "study": FORMAT,
         "question": QUESTION,
         "machine": machine,
-        "others": others,
         "settings": asdict(settings),
         "tasks": {task: _task(task, settings, whole) for task in settings.tasks},
         "checks": [dict(check) for check in checks],
@@ -90,8 +81,6 @@ def _task(task: str, settings: Settings, results: Results) -> dict[str, Any]:
     rows = [_row(task, PLAIN, 0.0, settings, results)]
     for rate in (0.0, *settings.rates):
         rows += [_row(task, strategy, rate, settings, results) for strategy in settings.strategies]
-    for rate in settings.rates:
-        _mark_front([row for row in rows if row["rate"] == rate])
     return {**asdict(TASKS[task]), "rows": rows}
 
 
@@ -130,33 +119,18 @@ def _row(task: str, strategy: str, rate: float, settings: Settings, results: Res
         "again_s": estimate(fmean(result["again_s"]) for result in own.values() if result["again_s"]),
         "steps_lost": estimate(a["steps_lost"] / a["injected"] for a, _ in hit),
         "batches_dropped": estimate(a["batches_dropped"] / a["injected"] for a, _ in hit),
-        "front": False,
     }
 
 
 def read(row: Mapping[str, Any], name: str) -> Estimate | None:
-    """Returns a figure of a row."""
     found = row[name]
     return None if found is None else Estimate(**found)
-
-
-def _mark_front(rows: Sequence[dict[str, Any]]) -> None:
-    """Marks the rows of the Pareto front in accuracy and time."""
-    places = {}
-    for at, row in enumerate(rows):
-        if worse := read(row, "worse"):
-            # A difference that is not significant counts as zero.
-            chance = worse.half is not None and abs(worse.mean) <= worse.half
-            places[at] = 0.0 if chance else worse.mean, row["overhead"]["mean"]
-    for at, (x, y) in places.items():
-        rows[at]["front"] = not any(a <= x and b <= y and (a, b) != (x, y) for a, b in places.values())
 
 
 # --- in words ---
 
 
 def number(found: Estimate | None, digits: int = 3) -> str:
-    """Formats a mean, with its interval if it has one."""
     if found is None:
         return "-"
     mean = f"{found.mean:.{digits}f}"
@@ -174,7 +148,6 @@ PER_FAILURE = "seconds lost, seconds till it runs again, steps done again and ba
 
 
 def cells_of(row: Mapping[str, Any]) -> dict[str, str]:
-    """Formats the cells of a row, by column."""
     calm, plain, memory = row["rate"] == 0.0, row["strategy"] == PLAIN, read(row, "memory_mib")
     return {
         "strategy": "no recovery" if plain else row["strategy"],
@@ -204,8 +177,7 @@ def rate_words(rate: float) -> str:
 
 
 def lines(found: Mapping[str, Any]) -> list[str]:
-    """Formats the study for a terminal."""
-    out = [found["machine"], *busy_words(found), found["question"]]
+    out = [found["machine"], found["question"]]
     for task in found["tasks"].values():
         head = f"{task['title']}: {task['measure']} in {task['unit']}, means and 95 % intervals over seeds"
         out += ["", head]
@@ -218,17 +190,7 @@ def lines(found: Mapping[str, Any]) -> list[str]:
     return out + [f"other bits than without failures: {name}" for name in found["differ"]]
 
 
-def busy_words(found: Mapping[str, Any]) -> list[str]:
-    if found["others"] <= OTHERS_MAX:
-        return []
-    return [
-        f"TOO BUSY TO JUDGE: other programs had {100 * found['others']:.0f} % of the processors meanwhile. The bits "
-        "count; times and what is derived from them do not: repeat it on a machine that does nothing else"
-    ]
-
-
 def check_words(check: Mapping[str, Any]) -> str:
-    """Formats the result of a recomputation."""
     had = f"{check['cell']} ({check['failures']} failures, {check['batches_dropped']} batches dropped)"
     if "failed" in check:
         return f"{had}: not calculated: {check['failed']}"

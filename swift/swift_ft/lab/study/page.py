@@ -49,12 +49,9 @@ def _drawings(task: Mapping[str, Any]) -> list[str]:
 
 
 def tradeoff(rows: Sequence[Mapping[str, Any]], unit: str) -> str:
-    """Draws a dot for each strategy at one rate: to the right what takes longer, upwards what has learned less. A line
-    joins those that no other one beats in both."""
+    """Draws a dot for each strategy at one rate: to the right what takes longer, upwards what has learned less."""
     figure, axes = new(5.5, 4, figures.rate_words(rows[0]["rate"]))
     known = [(row, x, y) for row in rows if (x := read(row, "overhead")) and (y := read(row, "worse"))]
-    front = sorted((100 * x.mean, y.mean) for row, x, y in known if row["front"])
-    axes.plot([x for x, _ in front], [y for _, y in front], color="#8c959f", linestyle="--")
     for row, x, y in known:
         colour = COLOURS[row["strategy"]]
         axes.errorbar([100 * x.mean], [y.mean], [y.half or 0.0], fmt="o", color=colour, label=row["strategy"])
@@ -99,7 +96,6 @@ def new(width: float, height: float, title: str = "") -> "tuple[Figure, Axes]":
 
 
 def svg(figure: "Figure") -> str:
-    """Returns the drawing as an SVG element."""
     import matplotlib
 
     text = io.StringIO()

@@ -3,7 +3,7 @@
 from typing import Any
 
 from swift_ft.lab.goodput import figures, ways
-from swift_ft.lab.goodput.cluster import Cluster, Faults
+from swift_ft.lab.goodput.cluster import Cluster
 
 HOUR, DAY = 3600.0, 86400.0
 
@@ -19,8 +19,8 @@ def cluster(**changes: Any) -> Cluster:
     return Cluster(**(of | changes))
 
 
-def faults(**changes: Any) -> Faults:
-    return Faults(**({"mtbf_s": 30 * DAY} | changes))
+MTBF_S = 30 * DAY
+"""Of a node."""
 
 
 def way(**changes: Any) -> ways.Way:
@@ -36,13 +36,13 @@ def way(**changes: Any) -> ways.Way:
 
 
 def request(
-    cluster: Cluster, faults: Faults, given: dict[str, tuple[float, str]] | None = None, **more: Any
+    cluster: Cluster, mtbf_s: float, given: dict[str, tuple[float, str]] | None = None, **more: Any
 ) -> ways.Request:
-    return ways.Request(cluster=cluster, faults=faults, figures=figures.resolve(given or {}), **more)
+    return ways.Request(cluster=cluster, mtbf_s=mtbf_s, figures=figures.resolve(given or {}), **more)
 
 
 def made(
-    cluster: Cluster, faults: Faults, given: dict[str, tuple[float, str]] | None = None, **more: Any
+    cluster: Cluster, mtbf_s: float, given: dict[str, tuple[float, str]] | None = None, **more: Any
 ) -> dict[str, ways.Way]:
     """The ways of a cluster, by name."""
-    return {way.name: way for way in ways.Maker(request(cluster, faults, given, **more)).ways()}
+    return {way.name: way for way in ways.Maker(request(cluster, mtbf_s, given, **more)).ways()}

@@ -5,9 +5,10 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.special import pdtr
 
 from swift_ft.lab.goodput import report, ways
-from tests.unit.plan.goodput.cases import DAY, HOUR, cluster, faults, made, way
+from tests.unit.plan.goodput.cases import DAY, HOUR, MTBF_S, cluster, made, way
 
 
 def by_quadrature(stop_s: float, back_s: float, work_s: float, mtbf_s: float) -> float:
@@ -57,11 +58,10 @@ def test_a_job_that_finishes_its_step_does_nothing_again() -> None:
 
 
 def test_without_faults_only_what_is_always_paid_is_lost() -> None:
-    seldom = faults(mtbf_s=1e12)
     one = way(stall_s=50.0, by_checkpoint=True, overhead=0.25)
-    assert report.useful_share(one, cluster(), seldom, HOUR) == pytest.approx(1000 / 1050 / 1.25, rel=1e-6)
+    assert report.useful_share(one, cluster(), 1e10, HOUR) == pytest.approx(1000 / 1050 / 1.25, rel=1e-6)
     other = way(work_s=6.0, every_s=900.0, save_s=100.0)
-    assert report.useful_share(other, cluster(), seldom, HOUR) == pytest.approx(0.9, rel=1e-6)
+    assert report.useful_share(other, cluster(), 1e10, HOUR) == pytest.approx(0.9, rel=1e-6)
 
 
 def test_the_mean_speed_is_that_of_so_many_missing_nodes() -> None:
@@ -82,7 +82,7 @@ def test_a_way_that_waits_has_the_share_of_time_in_which_nobody_is_missing() -> 
     one = way(stop_parts=(), work_s=1e-3, spares=2)
     # 128 nodes, a fault each 30 days: 4 in 22.5 hours.
     missing = 22.5 * HOUR / (30 * DAY / 128)
-    assert report.useful_share(one, cluster(), faults(), 22.5 * HOUR) == pytest.approx(
+    assert report.useful_share(one, cluster(), MTBF_S / 128, 22.5 * HOUR) == pytest.approx(
         math.exp(-missing) * (1 + missing + missing**2 / 2), rel=1e-3
     )
 
@@ -95,11 +95,11 @@ def test_a_way_that_waits_has_the_share_of_time_in_which_nobody_is_missing() -> 
 )
 def test_shares_are_shares_and_more_faults_are_never_better(days: float, ranks: int, repair_h: float) -> None:
     size = cluster(ranks=ranks, replicas=max(1, ranks // 128))
-    more, fewer = faults(mtbf_s=days * DAY), faults(mtbf_s=2 * days * DAY)
+    more, fewer = days * DAY, 2 * days * DAY
     often, seldom = made(size, more), made(size, fewer)
     for name in often:
-        low = report.useful_share(often[name], size, more, repair_h * HOUR)
-        high = report.useful_share(seldom[name], size, fewer, repair_h * HOUR)
+        low = report.useful_share(often[name], size, more / size.nodes, repair_h * HOUR)
+        high = report.useful_share(seldom[name], size, fewer / size.nodes, repair_h * HOUR)
         assert 0 <= low <= high + 1e-9 <= 1 + 1e-9, name
 
 
@@ -109,6 +109,11 @@ def test_the_published_share_is_within_reach() -> None:
 
     preset = PRESETS["llama3"]
     size = cluster(ranks=preset.ranks, replicas=128)
-    fault = faults(mtbf_s=preset.mtbf_s)
-    share = report.useful_share(made(size, fault)[ways.RESTART], size, fault, DAY)
+    restart = made(size, preset.mtbf_s)[ways.RESTART]
+    share = report.useful_share(restart, size, preset.mtbf_s / size.nodes, DAY)
     assert 0.90 < share < 0.97
+
+
+def test_spares_needed_is_the_quantile_of_the_missing() -> None:
+    needed = report.spares_needed(42.9)
+    assert pdtr(needed - 1, 42.9) < 0.999 <= pdtr(needed, 42.9)

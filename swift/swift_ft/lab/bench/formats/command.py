@@ -5,111 +5,134 @@ all of them. Times are medians over rounds, ratios those of the rounds. A warm-u
 """
 
 import argparse
-import json
+import mmap
+import shutil
+import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from swift_ft.cli_parser import Parser
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.lab.bench import output
 from swift_ft.lab.bench.formats.kinds import FORMATS
-from swift_ft.lab.bench.formats.ranks import LIMITS, Turn
-from swift_ft.lab.bench.formats.states import together
-from swift_ft.lab.bench.output import Rounds, Worker
+from swift_ft.lab.bench.formats.states import State, bytes_of, leaves, losses, make, nbytes, write_tensors
+from swift_ft.lab.bench.output import Rounds
+from swift_ft.state.tree import split
 from swift_ft.text import show, table
 
-RANKS_MAX = 64
 MIB = 1 << 20
+SIZE_MAX = 1 << 20
+LIMITS = "limits"
 LIMIT_NAMES = ("copy_s", "write_s", "write_fsync_s", "read_s")
-SLOWEST = ("blocked_s", "total_s", "load_s", *LIMIT_NAMES)
-"""Of these the slowest rank counts; of all other figures the sum."""
 Losses = dict[str, dict[str, list[str]]]
 
 
-def measure(
-    ranks: int, sizes: Sequence[int], rounds: int, names: Sequence[str], place: Path
-) -> Iterator[tuple[dict[str, Any], Losses]]:
-    """Yields for each size the case, and what each format loses. Raises ServiceError if a save or a load fails."""
-    kinds = [(LIMITS, False), *((name, fsync) for name in names for fsync in FORMATS[name].fsync)]
-    with ExitStack() as stack:
-        workers = [
-            stack.enter_context(Worker("swift_ft.lab.bench.formats.ranks", rank, ranks, place.absolute()))
-            for rank in range(ranks)
-        ]
-        for worker in workers:
-            worker.begin()
-        for size in sizes:
-            found, losses = Rounds(), Losses()
-            for number in range(-1, rounds):
-                for name, fsync in kinds:
-                    turn = Turn(parameter_bytes=size, format=name, fsync=fsync, compare=number < 0)
-                    merged = merge(_answers(turn, workers))
-                    lost = merged.pop("losses", None)
-                    if number >= 0:
-                        for figure, value in merged.items():
-                            found.note(f"{name} {fsync} {figure}", value)
-                    elif lost is not None:
-                        losses[name] = lost
-            yield case(size, ranks, rounds, kinds[1:], found), losses
+def measure(size: int, rounds: int, names: Sequence[str], place: Path) -> tuple[dict[str, Any], Losses]:
+    """Returns the case of a model with so many bytes of parameters, and what each format loses. Raises ServiceError if
+    a save or a load fails."""
+    state, found, lost = make(size, seed=0), Rounds(), Losses()
+    kinds = [(name, fsync) for name in names for fsync in FORMATS[name].fsync]
+    for number in range(-1, rounds):
+        measured: dict[str, dict[str, float]] = {}
+        with _folder(place, "nothing can be saved") as folder:
+            measured[LIMITS] = limits(state, folder / "limit")
+        for name, fsync in kinds:
+            with _folder(place, f"{name} cannot save or load") as folder:
+                measured[f"{name} {fsync}"], loaded = save_and_load(state, folder, name, fsync)
+            if number < 0:
+                lost[name] = losses(state, loaded)
+        if number >= 0:
+            for at, figures in measured.items():
+                for figure, value in figures.items():
+                    found.note(f"{at} {figure}", value)
+    return case(size, rounds, kinds, found), lost
 
 
-def _answers(turn: Turn, workers: Sequence[Worker]) -> list[dict[str, Any]]:
-    for worker in workers:
-        worker.tell(json.dumps(asdict(turn)))
+@contextmanager
+def _folder(place: Path, failed: str) -> Iterator[Path]:
+    """Gives an empty folder, which is gone afterwards. Turns any error into a ServiceError in one line."""
+    folder = place / "state"
+    folder.mkdir()
     try:
-        return [worker.result() for worker in workers]
-    except ServiceError as error:
-        what = "nothing can be saved" if turn.format == LIMITS else f"{turn.format} cannot save or load"
-        raise ServiceError(f"bench checkpoint: {what}: {error}") from None
+        yield folder
+    except (Exception, CheckpointException) as error:  # noqa: BLE001  (whatever a format's library raises)
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise ServiceError(f"bench checkpoint: {failed}: {said}") from None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def merge(measures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merges all ranks' measurements of one turn: the slowest rank's seconds; sums of CPU time and bytes."""
-    merged: dict[str, Any] = {
-        name: (max if name in SLOWEST else sum)(each[name] for each in measures)
-        for name in measures[0]
-        if name != "losses"
-    }
-    if "losses" in measures[0]:
-        merged["losses"] = together([each["losses"] for each in measures])
-    return merged
+def save_and_load(state: State, folder: Path, name: str, fsync: bool) -> tuple[dict[str, float], State]:
+    began, worked = time.monotonic(), time.process_time()
+    wait = FORMATS[name].save(state, folder, fsync)
+    blocked = time.monotonic() - began
+    wait()
+    total, worked = time.monotonic() - began, time.process_time() - worked
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    began = time.monotonic()
+    loaded = FORMATS[name].load(folder, state)
+    touch(loaded)
+    measured = {"blocked_s": blocked, "total_s": total, "cpu_s": worked, "load_s": time.monotonic() - began}
+    return measured | {"bytes": size, "state_bytes": nbytes(state)}, loaded
 
 
-def case(
-    size: int, ranks: int, rounds: int, kinds: Sequence[tuple[str, bool]], found: Rounds
-) -> dict[str, Any]:
-    """Computes one case: medians, and ratios as medians of the rounds' ratios."""
+def touch(state: State) -> None:
+    """Reads a byte of each page, because a file that is only mapped into memory is not loaded before that."""
+    for _, value in leaves(state):
+        if isinstance(value, torch.Tensor) and value.numel():
+            bytes_of(value)[:: mmap.PAGESIZE].sum()
 
+
+def limits(state: State, path: Path) -> dict[str, float]:
+    """Measures the same bytes copied in memory, written to one file, written and synced, read again: the seconds of
+    each. Raises OSError."""
+    rounds = Rounds()
+    tensors = [tensor for tensor in split(state)[0].values() if tensor.nbytes]
+    with rounds.timed("copy_s"):
+        copies = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
+    for name, fsync in (("write_s", False), ("write_fsync_s", True)):
+        path.unlink(missing_ok=True)
+        with rounds.timed(name):
+            write_tensors(path, copies, fsync=fsync)
+    with rounds.timed("read_s"), path.open("rb", buffering=0) as file:
+        for tensor in copies:
+            into = memoryview(bytes_of(tensor).numpy().data)
+            while into:
+                into = into[file.readinto(into) :]
+    path.unlink()
+    return {name: seconds for name, (seconds,) in rounds.values.items()}
+
+
+def case(size: int, rounds: int, kinds: Sequence[tuple[str, bool]], found: Rounds) -> dict[str, Any]:
     def row(name: str, fsync: bool) -> dict[str, Any]:
-        at, base = f"{name} {fsync}", f"{LIMITS} False"
+        at, written = f"{name} {fsync}", "write_fsync_s" if fsync else "write_s"
         return {
             "format": name,
             "fsync": fsync,
             **{key: found.median(f"{at} {key}") for key in ("blocked_s", "total_s", "cpu_s", "load_s")},
             "bytes": round(found.median(f"{at} bytes")),
             "size": found.ratio(f"{at} bytes", f"{at} state_bytes"),
-            "blocked_over_copy": found.ratio(f"{at} blocked_s", f"{base} copy_s"),
-            "total_over_write": found.ratio(
-                f"{at} total_s", f"{base} {'write_fsync_s' if fsync else 'write_s'}"
-            ),
-            "load_over_read": found.ratio(f"{at} load_s", f"{base} read_s"),
+            "blocked_over_copy": found.ratio(f"{at} blocked_s", f"{LIMITS} copy_s"),
+            "total_over_write": found.ratio(f"{at} total_s", f"{LIMITS} {written}"),
+            "load_over_read": found.ratio(f"{at} load_s", f"{LIMITS} read_s"),
         }
 
     return {
         "parameter_bytes": size,
         "state_bytes": max(found.median(f"{name} {fsync} state_bytes") for name, fsync in kinds),
-        "ranks": ranks,
         "rounds": rounds,
-        "limits": {name: found.median(f"{LIMITS} False {name}") for name in LIMIT_NAMES},
+        "limits": {name: found.median(f"{LIMITS} {name}") for name in LIMIT_NAMES},
         "formats": [row(name, fsync) for name, fsync in kinds],
     }
 
 
 def text(case: Mapping[str, Any]) -> list[str]:
-    """Formats one case."""
     limits = {name: f"{1e3 * seconds:.1f} ms" for name, seconds in case["limits"].items()}
     rows = [["", "fsync", "blocked ms", "total ms", "CPU ms", "load ms", "size"]]
     rows[0] += ["blocked / copy", "total / write", "load / read"]
@@ -118,9 +141,8 @@ def text(case: Mapping[str, Any]) -> list[str]:
         ratios = ("size", "blocked_over_copy", "total_over_write", "load_over_read")
         fsync = "yes" if row["fsync"] else "no"
         rows.append([row["format"], fsync, *times, *(f"{row[name]:.2f}" for name in ratios)])
-    ranks = f"{case['ranks']} rank" + ("s, each with its shard" if case["ranks"] > 1 else "")
     return [
-        f"{case['parameter_bytes'] / MIB:g} MiB of parameters ({case['state_bytes'] / MIB:.1f} MiB of state), {ranks}",
+        f"{case['parameter_bytes'] / MIB:g} MiB of parameters ({case['state_bytes'] / MIB:.1f} MiB of state)",
         f"limits: copied in memory {limits['copy_s']}, written {limits['write_s']}, with fsync "
         f"{limits['write_fsync_s']}, read {limits['read_s']}",
         *table(rows),
@@ -141,38 +163,32 @@ def add_arguments(parser: Parser) -> None:
     names = f"measure these formats (without names: all): {', '.join(FORMATS)}"
     group.add_argument("--formats", nargs="?", const=",".join(FORMATS), metavar="NAME,...", help=names)
     group.add_argument("--sizes", default="1,8", metavar="MIB,...", help="of parameters (%(default)s)")
-    group.add_argument("--ranks", default="1,2", metavar="N,...", help="processes that save (%(default)s)")
 
 
 def run(given: argparse.Namespace) -> dict[str, Any]:
-    """Runs the benchmark of formats and returns its document."""
     names = output.some(given.formats, FORMATS, "--formats")
-    sizes = _numbers("--sizes", given.sizes, float, 1 << 20)
-    ranks = _numbers("--ranks", given.ranks, int, RANKS_MAX)
+    sizes = _sizes(given.sizes)
     machine = output.machine()
     print(f"{machine}; medians of {given.rounds} rounds", flush=True)
-    cases = []
-    losses: Losses = {}
-    with output.place(given.directory) as place:
-        for count in ranks:
-            folder = Path(place, str(count))
-            folder.mkdir()
-            bytes_of_sizes = [int(size * MIB) for size in sizes]
-            for found, lost in measure(count, bytes_of_sizes, given.rounds, names, folder):
-                cases.append(found)
-                losses |= {name: together([losses.get(name, of), of]) for name, of in lost.items()}
-                show(["", *text(found)])
-    show(["", *losses_text(losses)])
+    cases, lost = [], Losses()
+    torch.set_num_threads(1)
+    with output.place(given.directory) as place, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        for size in sizes:
+            found, lost = measure(int(size * MIB), given.rounds, names, Path(place))
+            cases.append(found)
+            show(["", *text(found)])
+    show(["", *losses_text(lost)])
     about = {"bench": "checkpoint --formats", "machine": machine, "rounds": given.rounds}
-    return {**about, "cases": cases, "losses": losses}
+    return {**about, "cases": cases, "losses": lost}
 
 
-def _numbers(option: str, words: str, kind: type, most: float) -> list[Any]:
+def _sizes(words: str) -> list[float]:
     """Parses comma-separated numbers: ascending, without duplicates. Raises UsageError."""
     try:
-        numbers = sorted({kind(word) for word in words.split(",")})
+        sizes = sorted({float(word) for word in words.split(",")})
     except ValueError:
-        numbers = []
-    if not numbers or not all(0 < number <= most for number in numbers):
-        raise UsageError(f"{option} {words}: give numbers above 0 and up to {most}, with commas between")
-    return numbers
+        sizes = []
+    if not sizes or not all(0 < size <= SIZE_MAX for size in sizes):
+        raise UsageError(f"--sizes {words}: give numbers above 0 and up to {SIZE_MAX}, with commas between")
+    return sizes

@@ -31,16 +31,12 @@ Wait = Callable[[], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format(ABC):
-    """A way to save and load a state."""
-
     fsync: tuple[bool, ...] = (False, True)
     """Supported choices of fsync: without (False), with (True), or both."""
-    collective: bool = False
-    """True if all ranks save together into one folder."""
 
     @abstractmethod
-    def save(self, state: State, place: Path, fsync: bool, together: bool) -> Wait:
-        """Saves, and returns when the state may change again. `together`: all ranks save into one folder."""
+    def save(self, state: State, place: Path, fsync: bool) -> Wait:
+        """Saves, and returns when the state may change again."""
 
     @abstractmethod
     def load(self, place: Path, like: State) -> State:
@@ -54,7 +50,7 @@ class OneFile(Format):
     write: Callable[[State, Path], None]
     read: Callable[[Path], State]
 
-    def save(self, state: State, place: Path, fsync: bool, together: bool) -> Wait:
+    def save(self, state: State, place: Path, fsync: bool) -> Wait:
         path = place / "state"
         self.write(state, path)
         if fsync:
@@ -73,7 +69,7 @@ class Swift(Format):
 
     sync: bool
 
-    def save(self, state: State, place: Path, fsync: bool, together: bool) -> Wait:
+    def save(self, state: State, place: Path, fsync: bool) -> Wait:
         store = CheckpointStore(place, 0, Reading())
         store.save(1, state, lambda _version: None, lambda _unsaved: None, sync=self.sync)
         return store.wait
@@ -85,17 +81,17 @@ class Swift(Format):
 
 @dataclass(frozen=True, slots=True)
 class Dcp(Format):
-    """torch.distributed.checkpoint, by all ranks together or by one process alone."""
+    """torch.distributed.checkpoint, by one process alone."""
 
     asynchronous: bool
 
-    def save(self, state: State, place: Path, fsync: bool, together: bool) -> Wait:
+    def save(self, state: State, place: Path, fsync: bool) -> Wait:
         writer = FileSystemWriter(place, sync_files=fsync)
         with alone():
             if not self.asynchronous:
-                save(state, storage_writer=writer, no_dist=not together)
+                save(state, storage_writer=writer, no_dist=True)
                 return lambda: _sync_if(place, fsync)
-            future: Any = async_save(state, storage_writer=writer, no_dist=not together)
+            future: Any = async_save(state, storage_writer=writer, no_dist=True)
 
         def wait() -> None:
             future.result()
@@ -207,7 +203,6 @@ def _write_hdf5(state: State, path: Path) -> None:
 
 
 def _read_hdf5(path: Path) -> State:
-    """Numbers are numpy's, as h5py returns them."""
     import h5py
 
     flat: dict[str, Any] = {}
@@ -226,8 +221,8 @@ def _read_hdf5(path: Path) -> State:
 FORMATS: dict[str, Format] = {
     "swift sync": Swift(sync=True, fsync=(True,)),
     "swift async": Swift(sync=False, fsync=(True,)),
-    "dcp": Dcp(asynchronous=False, collective=True),
-    "dcp async": Dcp(asynchronous=True, collective=True),
+    "dcp": Dcp(asynchronous=False),
+    "dcp async": Dcp(asynchronous=True),
     "torch": OneFile(torch.save, _read_torch),
     "safetensors": OneFile(_write_safetensors, _read_safetensors),
     "npz": OneFile(_write_npz, _read_npz),

@@ -9,7 +9,7 @@ import math
 import os
 import random
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -125,11 +125,6 @@ def losses(saved: State, loaded: State) -> dict[str, list[str]]:
         group = next(group for group, prefix in GROUPS.items() if path[: len(prefix)] == prefix)
         found[group] |= lost(value, there[path]) if path in there else {GONE}
     return {group: [what for what in LOSSES if what in of] for group, of in found.items()}
-
-
-def together(found: Sequence[Mapping[str, Sequence[str]]]) -> dict[str, list[str]]:
-    """Merges the losses of several states."""
-    return {group: [what for what in LOSSES if any(what in of[group] for of in found)] for group in found[0]}
 
 
 def lost(saved: Any, loaded: Any) -> set[str]:

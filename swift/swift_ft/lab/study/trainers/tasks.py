@@ -1,77 +1,43 @@
-"""The tasks: a model, its batches, and what it has learned by a test set that it has not seen.
-
-B batch, S sequence, D width of the model, V 256 bytes.
-"""
+"""The tasks: a model, its batches, and what it has learned by a test set that it has not seen."""
 
 import math
-import sysconfig
-from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from swift_ft.lab.bench.marks import digest_of, mark, peak_mib
+from swift_ft.lab.drill.model import StageModule, standard_library
+from swift_ft.lab.drill.topology import ModelConfig
 
 Batch = tuple[Tensor, Tensor]
 
 
-FILES_MAX, BYTES_MAX = 240, 16_384
-"""Files of the standard library, and bytes of each: about 2 MB."""
+TEXT_BYTES, PIECE_BYTES = 2_000_000, 16_384
 HELD_OUT_EVERY = 8
-"""Every eighth file is only tested on."""
-
-
-class Task(Protocol):
-    lr: float
-
-    def model(self) -> nn.Module: ...
-    def batch(self, generator: torch.Generator) -> Batch: ...
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor: ...
-    def measured(self, model: nn.Module) -> float: ...
-
-
-class ByteModel(nn.Module):
-    """A causal transformer over bytes: [B, S] -> [B, S, V]."""
-
-    def __init__(self, width: int = 64, heads: int = 4, layers: int = 2, length: int = 64) -> None:
-        super().__init__()
-        self.bytes = nn.Embedding(256, width)
-        self.places = nn.Parameter(torch.randn(length, width) * 0.02)
-        layer = [
-            nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, batch_first=True, norm_first=True)
-            for _ in range(layers)
-        ]
-        self.layers = nn.ModuleList(layer)
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
-        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(length))
-
-    def forward(self, text: Tensor) -> Tensor:
-        hidden = self.bytes(text) + self.places
-        for layer in self.layers:
-            hidden = layer(hidden, src_mask=self.mask, is_causal=True)
-        out: Tensor = self.head(self.norm(hidden))
-        return out
+"""Every eighth piece of the text is only tested on."""
+MODEL = ModelConfig(
+    layers=2, width=64, heads=4, sequence=64, microbatch=16, bucket_bytes=1 << 20, dropout=0.0
+)
 
 
 class Bytes:
     """The next byte of Python's own sources; measured in bits per byte."""
 
     lr = 2e-3
-    batch_size, length = 16, 64
+    batch_size, length = MODEL.microbatch, MODEL.sequence
 
     def __init__(self) -> None:
-        train, held_out = (
-            torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in standard_library()
-        )
-        self._train = train
+        text = torch.frombuffer(bytearray(standard_library(TEXT_BYTES)), dtype=torch.uint8)
+        pieces = text.split(PIECE_BYTES)  # type: ignore[no-untyped-call]
+        held_out = torch.cat(pieces[::HELD_OUT_EVERY])
+        self._train = torch.cat([p for n, p in enumerate(pieces) if n % HELD_OUT_EVERY])
         rows = min(256, (len(held_out) - 1) // self.length)
         starts = torch.linspace(0, len(held_out) - self.length - 1, rows).long()
         self._test = self._cut(held_out, starts)
 
     def model(self) -> nn.Module:
-        return ByteModel(length=self.length)
+        return StageModule(MODEL, 0, 1)
 
     def batch(self, generator: torch.Generator) -> Batch:
         last = len(self._train) - self.length - 1
@@ -87,19 +53,6 @@ class Bytes:
     def _cut(self, text: Tensor, starts: Tensor) -> Batch:
         rows = text[starts[:, None] + torch.arange(self.length + 1)].long()
         return rows[:, :-1], rows[:, 1:]
-
-
-def standard_library() -> tuple[bytes, bytes]:
-    """Returns sources of the running Python's library, in the order of their names, without tests: those to train on,
-    and those held out."""
-    top = Path(sysconfig.get_paths()["stdlib"])
-    left_out = {"test", "tests", "site-packages", "idlelib", "lib2to3"}
-    found = [*top.glob("*.py"), *top.glob("[a-z]*/*.py")]
-    sources = sorted(path for path in found if not left_out & set(path.relative_to(top).parts))
-    parts: tuple[list[bytes], list[bytes]] = ([], [])
-    for number, path in enumerate(sources[:FILES_MAX]):
-        parts[number % HELD_OUT_EVERY == 0].append(path.read_bytes()[:BYTES_MAX])
-    return b"".join(parts[0]), b"".join(parts[1])
 
 
 class Digits:
@@ -143,9 +96,11 @@ class Digits:
         return 100.0 * float(right.float().mean())
 
 
+Task = Bytes | Digits
+
+
 def make(name: str) -> Task:
-    found: dict[str, type[Bytes] | type[Digits]] = {"bytes": Bytes, "digits": Digits}
-    return found[name]()
+    return Bytes() if name == "bytes" else Digits()
 
 
 def batch_of(task: Task, seed: int, step: int, rank: int) -> Batch:
