@@ -126,8 +126,9 @@ def test_a_rehearsal_needs_none_of_the_others(shape: Shape, tmp_path: Path) -> N
         spares=1,
         launcher_flags=("--rehearse", "start"),
     )
-    ends = [e for e in found["events"] if e["event"] == "rehearsal_end"]
-    assert {e["rank"] for e in ends} == set(range(4))
+    # The trainer waits for those of version 0; one of version 5 may still be under way when the job has ended.
+    ends = [e for e in found["events"] if e["event"] == "rehearsal_end" and not e["passing"]]
+    assert {e["rank"] for e in ends if e["version"] == 0} == set(range(4))
     assert [(e["why_not"], e["difference"]) for e in ends] == [("", "")] * len(ends)
 
 
