@@ -5,7 +5,6 @@ import socket
 import ssl
 import threading
 import time
-from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -245,13 +244,10 @@ def open_channel(address: str, options: Options, credentials: Credentials | None
     them, it finds the one that serves. Raises UsageError: see `check`."""
     credentials = credentials or Credentials.from_environment()
     credentials.check(address)
-    addresses = address.split(",")
-    if len(addresses) > 1:
-        return _SeveralChannel([open_channel(one, options, credentials) for one in addresses])
-    options = [*options, _RESOLVE]
-    if credentials.token_file is None and credentials.ca is None:
+    addresses, options = address.split(","), [*options, _RESOLVE]
+    if len(addresses) == 1 and credentials.token_file is None and credentials.ca is None:
         return grpc.insecure_channel(address, options=options)
-    return _CredentialedChannel(address, options, credentials)
+    return _Channel(addresses, options, credentials)
 
 
 def open_channel_on_loop(address: str, options: Options, credentials: Credentials) -> grpc.aio.Channel:
@@ -263,38 +259,20 @@ def open_channel_on_loop(address: str, options: Options, credentials: Credential
     return grpc.aio.secure_channel(address, tls, options=options)
 
 
+AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+"""Status codes that mean that a server did not answer, or that another one does."""
+
+
 class _Channel(grpc.Channel):
-    @abstractmethod
-    def make_call(self, kind: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
-        """Makes a callable of one kind, which is the name of a method below."""
+    """Channels to servers of which one serves at a time; mostly there is one server.
 
-    def unary_unary(self, *arguments: Any, **keywords: Any) -> Any:
-        return self.make_call("unary_unary", arguments, keywords)
-
-    def unary_stream(self, *arguments: Any, **keywords: Any) -> Any:
-        return self.make_call("unary_stream", arguments, keywords)
-
-    def stream_unary(self, *arguments: Any, **keywords: Any) -> Any:
-        return self.make_call("stream_unary", arguments, keywords)
-
-    def stream_stream(self, *arguments: Any, **keywords: Any) -> Any:
-        return self.make_call("stream_stream", arguments, keywords)
-
-    def __enter__(self) -> "_Channel":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class _CredentialedChannel(_Channel):
-    """Sends the current token of the token file with each call, and reconnects when certificates have changed.
-
-    Running calls stay on their connection, which is closed when the last of them has ended.
+    Sends the current token of the token file with each call, and reconnects when certificates have changed: running
+    calls stay on their connection, which is closed when the last of them has ended. After a call that is not answered,
+    calls go to the next server, and the streams of the one before end as well.
     """
 
-    def __init__(self, address: str, options: Options, credentials: Credentials) -> None:
-        self._address = address
+    def __init__(self, addresses: Sequence[str], options: Options, credentials: Credentials) -> None:
+        self._addresses = addresses
         self._options = options
         self._credentials = credentials
         self._lock = threading.Lock()
@@ -302,18 +280,22 @@ class _CredentialedChannel(_Channel):
         self._complained: Signature = ()
         self._files: Signature = signature(credentials.tls_files())
         self._look_at = time.monotonic() + _RELOAD_S
-        self._channel = self._connect()
-        self._number = 0
+        self._channels = self._connect()
+        self._at = 0
+        """The server that calls go to now."""
+        self._streams: dict[Any, int] = {}
+        """(several servers) Stream -> its server."""
         self._closed = False
 
-    def _connect(self) -> grpc.Channel:
+    def _connect(self) -> list[grpc.Channel]:
         tls = self._credentials.tls()
         if tls is None:
-            return grpc.insecure_channel(self._address, options=self._options)
-        return grpc.secure_channel(self._address, tls, options=self._options)
+            return [grpc.insecure_channel(address, options=self._options) for address in self._addresses]
+        return [grpc.secure_channel(address, tls, options=self._options) for address in self._addresses]
 
     def current(self) -> tuple[int, grpc.Channel]:
-        """Returns the current channel and its number, reconnecting if certificates have changed."""
+        """Returns the number of the server that calls go to, and its channel. Reconnects if certificates have
+        changed."""
         now = time.monotonic()
         with self._lock:
             if now >= self._look_at and not self._closed:
@@ -321,12 +303,11 @@ class _CredentialedChannel(_Channel):
                 files = signature(self._credentials.tls_files())
                 if files != self._files:
                     try:
-                        self._channel = self._connect()
-                        self._number += 1
+                        self._channels = self._connect()
                         self._files = files
                     except UsageError:  # half-written: tried again in a second
                         pass
-            return self._number, self._channel
+            return self._at, self._channels[self._at]
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         path = self._credentials.token_file
@@ -342,80 +323,20 @@ class _CredentialedChannel(_Channel):
                     events.emit("token_not_reloaded", reason=str(error))
         return ((AUTHORIZATION, BEARER + self._token[1]),)
 
-    def make_call(self, kind: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
-        return _Callable(self, kind, arguments, keywords)
-
-    def subscribe(self, callback: Callable[..., None], try_to_connect: bool | None = False) -> None:
-        self.current()[1].subscribe(callback, bool(try_to_connect))
-
-    def unsubscribe(self, callback: Callable[..., None]) -> None:
-        self.current()[1].unsubscribe(callback)
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            self._channel.close()
-
-
-class _Callable:
-    def __init__(
-        self,
-        channel: _CredentialedChannel,
-        kind: str,
-        arguments: tuple[Any, ...],
-        keywords: Mapping[str, Any],
-    ) -> None:
-        self._channel = channel
-        self._kind, self._arguments, self._keywords = kind, arguments, keywords
-        self._made: tuple[int, Any] = (-1, None)
-
-    def _now(self) -> Any:
-        number, connected = self._channel.current()
-        if self._made[0] != number:
-            make = getattr(connected, self._kind)
-            self._made = number, make(*self._arguments, **self._keywords)
-        return self._made[1]
-
-    def _with_token(self, keywords: dict[str, Any]) -> dict[str, Any]:
-        return {**keywords, "metadata": (*(keywords.get("metadata") or ()), *self._channel.metadata())}
-
-    def __call__(self, request: Any, **keywords: Any) -> Any:
-        return self._now()(request, **self._with_token(keywords))
-
-    def with_call(self, request: Any, **keywords: Any) -> Any:
-        return self._now().with_call(request, **self._with_token(keywords))
-
-    def future(self, request: Any, **keywords: Any) -> Any:
-        return self._now().future(request, **self._with_token(keywords))
-
-
-AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-"""Status codes that mean that a server did not answer, or that another one does."""
-
-
-class _SeveralChannel(_Channel):
-    """Channels to several servers, of which one serves at a time. A call that is not answered fails, and the next one
-    goes to the next server. Streams of a server that does not answer end as well."""
-
-    def __init__(self, channels: Sequence[grpc.Channel]) -> None:
-        self.channels = channels
-        self.at = 0
-        """The channel that calls go to now."""
-        self._lock = threading.Lock()
-        self._streams: dict[Any, int] = {}
-        """Stream -> its channel."""
-
     def missed(self, at: int) -> None:
-        """Moves on, unless another call has done so already."""
+        """Moves on to the next server, unless another call has done so already."""
         with self._lock:
-            if at != self.at:
+            if at != self._at:
                 return
-            self.at = (at + 1) % len(self.channels)
+            self._at = (at + 1) % len(self._addresses)
             left = [stream for stream, of in self._streams.items() if of == at]
         for stream in left:
             stream.cancel()
 
-    def follow(self, call: Any, at: int) -> None:
+    def follow(self, call: Any, at: int) -> Any:
+        """Returns the call, which has just begun. Moves on once its server turns out to be away."""
+        if len(self._addresses) == 1:
+            return call
         with self._lock:
             self._streams[call] = at
 
@@ -426,51 +347,77 @@ class _SeveralChannel(_Channel):
                 self.missed(at)
 
         call.add_done_callback(ended)
+        return call
 
-    def make_call(self, kind: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
-        return _SeveralCallable(self, kind, arguments, keywords)
+    def unary_unary(self, *arguments: Any, **keywords: Any) -> Any:
+        return _Callable(self, "unary_unary", arguments, keywords)
+
+    def unary_stream(self, *arguments: Any, **keywords: Any) -> Any:
+        return _Callable(self, "unary_stream", arguments, keywords)
+
+    def stream_unary(self, *arguments: Any, **keywords: Any) -> Any:
+        return _Callable(self, "stream_unary", arguments, keywords)
+
+    def stream_stream(self, *arguments: Any, **keywords: Any) -> Any:
+        return _Callable(self, "stream_stream", arguments, keywords)
 
     def subscribe(self, callback: Callable[..., None], try_to_connect: bool | None = False) -> None:
-        self.channels[self.at].subscribe(callback, bool(try_to_connect))
+        self.current()[1].subscribe(callback, bool(try_to_connect))
 
     def unsubscribe(self, callback: Callable[..., None]) -> None:
-        for channel in self.channels:
+        for channel in self._channels:
             channel.unsubscribe(callback)
 
+    def __enter__(self) -> "_Channel":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
-        for channel in self.channels:
-            channel.close()
+        with self._lock:
+            self._closed = True
+            for channel in self._channels:
+                channel.close()
 
 
-class _SeveralCallable:
+class _Callable:
     def __init__(
-        self, channel: _SeveralChannel, kind: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+        self, channel: _Channel, kind: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
     ) -> None:
+        """`kind`: the name of a method of `grpc.Channel`."""
         self._channel = channel
-        self._streams = kind.endswith("stream")
-        self._made = [getattr(one, kind)(*arguments, **keywords) for one in channel.channels]
+        self._kind, self._arguments, self._keywords = kind, arguments, keywords
+        self._made: dict[int, tuple[grpc.Channel, Any]] = {}
+        """Number of a server -> the channel, and what it has made."""
+
+    def _now(self) -> tuple[int, Any]:
+        at, channel = self._channel.current()
+        if at not in self._made or self._made[at][0] is not channel:
+            make = getattr(channel, self._kind)
+            self._made[at] = channel, make(*self._arguments, **self._keywords)
+        return at, self._made[at][1]
+
+    def _with_token(self, keywords: dict[str, Any]) -> dict[str, Any]:
+        return {**keywords, "metadata": (*(keywords.get("metadata") or ()), *self._channel.metadata())}
 
     def __call__(self, request: Any, **keywords: Any) -> Any:
-        at = self._channel.at
-        if not self._streams:
-            return self._awaited(at, self._made[at], request, keywords)
-        call = self._made[at](request, **keywords)
-        self._channel.follow(call, at)
-        return call
+        at, method = self._now()
+        if self._kind.endswith("_stream"):
+            return self._channel.follow(method(request, **self._with_token(keywords)), at)
+        return self._awaited(at, method, request, keywords)
 
     def with_call(self, request: Any, **keywords: Any) -> Any:
-        at = self._channel.at
-        return self._awaited(at, self._made[at].with_call, request, keywords)
+        at, method = self._now()
+        return self._awaited(at, method.with_call, request, keywords)
 
     def future(self, request: Any, **keywords: Any) -> Any:
-        at = self._channel.at
-        call = self._made[at].future(request, **keywords)
-        self._channel.follow(call, at)
-        return call
+        at, method = self._now()
+        return self._channel.follow(method.future(request, **self._with_token(keywords)), at)
 
-    def _awaited(self, at: int, method: Callable[..., Any], request: Any, keywords: Mapping[str, Any]) -> Any:
+    def _awaited(self, at: int, method: Callable[..., Any], request: Any, keywords: dict[str, Any]) -> Any:
         try:
-            return method(request, **keywords)
+            return method(request, **self._with_token(keywords))
         except grpc.RpcError as error:
             if cast("grpc.Call", error).code() in AWAY:
                 self._channel.missed(at)

@@ -184,6 +184,30 @@ def test_a_coordinator_that_comes_back_on_its_port_is_found_at_once(
     assert there[0] < answered < there[1] + 2.0
 
 
+def test_of_several_coordinators_the_one_that_serves_is_found(served: Served) -> None:
+    """Those that stand by say so; a watcher moves on with the calls, as soon as one of them is not answered."""
+    other = Served()
+    served.scripted.script = [grpc.StatusCode.UNAVAILABLE]
+    try:
+        with CoordinatorClient(f"{served.address},{other.address}", "j", patience_s=10.0) as client:
+            client.member = make_member(2)
+            watcher = client.watch()
+            served.scripted.show(view(1, 1))
+            watcher.wait_for(lambda v: v.generation == 1, 5)
+            client.call(pb.FinishRequest(version=3))
+            assert (len(served.scripted.requests), len(other.scripted.requests)) == (1, 1)
+            other.scripted.show(view(2, 1))
+            watcher.wait_for(lambda v: v.generation == 2, 5)
+            other.stop()
+            served.scripted.script = [pb.Ack()]
+            client.call(pb.FinishRequest(version=4))
+            assert len(served.scripted.requests) == 2
+            served.scripted.show(view(3, 1))
+            watcher.wait_for(lambda v: v.generation == 3, 5)
+    finally:
+        other.stop()
+
+
 @pytest.mark.parametrize("asks", ["a call", "a watcher"])
 def test_a_coordinator_that_does_not_answer_is_told_at_once_and_once(served: Served, asks: str) -> None:
     """Long before the patience ends; and that it answers again."""

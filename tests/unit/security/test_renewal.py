@@ -328,7 +328,7 @@ def test_a_token_file_that_cannot_be_taken_over_is_told_once(
     old = path.read_text()
     newer = keys.mint(RANK)
     call = open_channel(server.address, (), Credentials(token_file=path))
-    assert isinstance(call, channel._CredentialedChannel)
+    assert isinstance(call, channel._Channel)
     assert call.metadata()[0][1].endswith(old)
     path.unlink()
     assert call.metadata()[0][1].endswith(old), "it is just being replaced"
