@@ -119,6 +119,13 @@ def _one_at_a_time(app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterabl
 
 
 COUNTER, GAUGE, HISTOGRAM, STATES, INFO = "counter", "gauge", "histogram", "states", "info"
+_CLASSES: Mapping[str, Any] = {
+    COUNTER: CounterMetricFamily,
+    GAUGE: GaugeMetricFamily,
+    HISTOGRAM: HistogramMetricFamily,
+    STATES: StateSetMetricFamily,
+    INFO: InfoMetricFamily,
+}
 
 LATENCY_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 """Histogram bounds for disk latencies, in seconds."""
@@ -190,32 +197,17 @@ class _Collector(Collector):
 
 
 def _metric(family: Family, samples: Mapping[tuple[str, ...], Value]) -> Metric:
-    labels = family.labels
-    name = family.name
-    metric: Metric
-    match family.kind:
-        case "counter" | "gauge":
-            kind = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
-            metric = number = kind(name, family.help, labels=labels)
-            for values, value in samples.items():
-                assert isinstance(value, float | int), name
-                number.add_metric(values, value)
-        case "histogram":
-            metric = histogram = HistogramMetricFamily(name, family.help, labels=labels)
-            for values, value in samples.items():
-                assert isinstance(value, Distribution), name
-                buckets, total = value.read()
-                histogram.add_metric(values, buckets, total)
-        case "states":
-            metric = states = StateSetMetricFamily(name, family.help, labels=labels)
-            for values, value in samples.items():
-                assert value in family.states, (name, value)
-                states.add_metric(values, {state: state == value for state in family.states})
-        case _:
-            metric = info = InfoMetricFamily(name.removesuffix("_info"), family.help, labels=labels)
-            for values, value in samples.items():
-                assert isinstance(value, Mapping), name
-                info.add_metric(values, dict(value))
+    name = family.name.removesuffix("_info") if family.kind == INFO else family.name
+    metric = _CLASSES[family.kind](name, family.help, labels=family.labels)
+    for labels, value in samples.items():
+        if isinstance(value, Distribution):
+            metric.add_metric(labels, *value.read())
+        elif family.kind == STATES:
+            assert value in family.states, (name, value)
+            metric.add_metric(labels, {state: state == value for state in family.states})
+        else:
+            metric.add_metric(labels, value)
+    assert isinstance(metric, Metric)
     return metric
 
 
