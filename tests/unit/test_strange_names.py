@@ -20,7 +20,7 @@ from swift_ft.state import export
 from swift_ft.state.checkpoint_store import CheckpointStore
 from swift_ft.text import generation_of, port_number, rank_of, version_folder, version_of, whole_number
 from swift_ft.tokens import Authority, new_key
-from swift_ft.tools.log_contents import DirectoryLog
+from swift_ft.tools.inspect import DirectoryLog
 from swift_ft.train.step import Lines
 from swift_ft_services.logserver.storage import DirectoryStorage
 from tests.unit.checkpoint.holding import Holding, unexpected

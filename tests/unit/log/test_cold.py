@@ -20,8 +20,8 @@ from swift_ft.log.reader import LogReader, lost_copy, never
 from swift_ft.log.record import RecordKey
 from swift_ft.log.stub import Stub, stub_path
 from swift_ft.objects import Objects
+from swift_ft.tools.inspect import DirectoryLog
 from swift_ft.tools.inspect import main as inspect
-from swift_ft.tools.log_contents import DirectoryLog
 from swift_ft_services.logserver.administration import LostServers, Tiering
 from swift_ft_services.logserver.cold import ColdTier
 from swift_ft_services.logserver.quotas import SpaceConfig

@@ -16,7 +16,7 @@ from swift_ft.log.manifest import MANIFEST, decode_manifest
 from swift_ft.log.protocol import Reason
 from swift_ft.log.record import MARK_SLOT, STEP_MAX, RecordKey, Steps, mark
 from swift_ft.log.segment import SegmentHeader, encode_segment_header
-from swift_ft.tools.log_contents import DirectoryLog
+from swift_ft.tools.inspect import DirectoryLog
 from swift_ft_services.logserver.storage import DirectoryStorage
 from tests.unit.log.append_call import TIMEOUT_S, Call
 from tests.unit.log.frames import JOB, STREAM, frame_of, records_of, write_segment

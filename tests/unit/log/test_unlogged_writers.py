@@ -13,7 +13,7 @@ from swift_ft.errors import LogUnavailable, RecordMissing
 from swift_ft.log import admin
 from swift_ft.log.reader import LogReader, never
 from swift_ft.log.record import MARK_SLOT, Dropped, Steps, hull
-from swift_ft.tools.log_contents import DirectoryLog
+from swift_ft.tools.inspect import DirectoryLog
 from swift_ft_services.logserver.engine import LogEngine
 from swift_ft_services.logserver.state import EngineConfig
 from swift_ft_services.logserver.storage import DirectoryStorage
