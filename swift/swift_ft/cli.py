@@ -71,7 +71,7 @@ OTHERS = {
 
 def _parsers() -> dict[str, tuple[str, str]]:
     """Returns name -> (module that makes the parser, what it does) of each command."""
-    flags = {"run": "swift_ft.launch.flags"}
+    flags = {"run": "swift_ft.launch.command"}
     return {
         name: (flags.get(name, f"{module}.__main__"), what) for name, (module, what) in PROGRAMS.items()
     } | {name: (f"swift_ft.{module}", what) for name, (module, what) in OTHERS.items()}

@@ -1,6 +1,6 @@
 """The launcher, `swift-ft run`: torchrun's flags, but a dead rank is replaced while the others stay.
 
-command       flags -> LaunchPlan -> run
+command       the flags -> LaunchPlan -> run
 agent         the main loop: replaces a rank, restarts no other
 decisions     the response to an exit; pure
 children      processes: start, assign a rank, signal, reap; spares: warm ones, and rehearsals

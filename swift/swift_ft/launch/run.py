@@ -12,9 +12,8 @@ from swift_ft.credentials import VARIABLES
 from swift_ft.errors import ServiceError
 from swift_ft.launch.agent import ReplacingAgent
 from swift_ft.launch.children import Nursery, SignalGate, Signalled
-from swift_ft.launch.command import LaunchPlan, Meeting
+from swift_ft.launch.command import PRELOAD_DEFAULT, LaunchPlan, Meeting
 from swift_ft.launch.decisions import Outcome
-from swift_ft.launch.flags import PRELOAD_DEFAULT
 from swift_ft.launch.link import CoordinatorLink
 from swift_ft.launch.rendezvous import (
     LoopbackRendezvous,
