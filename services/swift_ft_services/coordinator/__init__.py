@@ -7,7 +7,7 @@ planning     conversion between a row and the planner, vacant slots; endings, re
 log_placement  which log servers are in use, and where streams are kept; log_calls: the calls to log servers
 communicators  jobs of the members of a `swift_ft.Communicator`
 driver       takes commands in turns, makes them durable, carries out effects, publishes Views
-service      the gRPC interface of the driver; views, text: the messages and texts that it shows
+service      the gRPC interface of the driver; views: the messages and texts that it shows
 timeouts     every timeout, derived from two numbers
 metrics      counters, and numbers of each job at scrape time
 """

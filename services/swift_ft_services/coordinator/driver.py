@@ -36,9 +36,8 @@ from swift_ft_services.coordinator.job_record import ROOT, JobRow, LogServer, by
 from swift_ft_services.coordinator.log_calls import LogServers, Questions, Unavailable, Unsure
 from swift_ft_services.coordinator.restarts import starts_again
 from swift_ft_services.coordinator.store import MetadataStore, StoreConflict, StoreFailed
-from swift_ft_services.coordinator.text import waiting_for
 from swift_ft_services.coordinator.timeouts import BEATS_A_LEASE, Timing
-from swift_ft_services.coordinator.views import measurements_of, status_of, summary_of, view_of
+from swift_ft_services.coordinator.views import measurements_of, status_of, summary_of, view_of, waiting_for
 
 # Quarantine of single jobs: the others are served all the same.
 #

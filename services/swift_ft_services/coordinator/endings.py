@@ -14,7 +14,6 @@ import signal
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft_services.coordinator.job_record import JobRow, State
 from swift_ft_services.coordinator.liveness import StepClock
-from swift_ft_services.coordinator.text import exit_words
 from swift_ft_services.coordinator.timeouts import Timing
 
 # A job that its trainer ends before the last step (`swift_ft.Session.stop`).
@@ -173,6 +172,10 @@ class Setbacks:
             return ""
         at = max(self._row.reached, self._steps.version(rank))
         return f"rank {rank} {exit_words(code)}, {len(codes)} times without a version above {at}"
+
+
+def exit_words(code: int) -> str:
+    return f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
 
 
 def launcher_code(code: int) -> int:

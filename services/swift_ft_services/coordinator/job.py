@@ -41,6 +41,7 @@ from swift_ft_services.coordinator.commands import Effect, Refusal, Refused
 from swift_ft_services.coordinator.endings import (
     UNLIKE_CODE,
     Setbacks,
+    exit_words,
     launcher_code,
 )
 from swift_ft_services.coordinator.job_record import (
@@ -59,6 +60,8 @@ from swift_ft_services.coordinator.planning import (
     decide,
     forget_recovery,
     give_up_log,
+    plan_fields,
+    report_fields,
     stages_problem,
 )
 from swift_ft_services.coordinator.restarts import (
@@ -73,7 +76,6 @@ from swift_ft_services.coordinator.restarts import (
     starts_again,
     step_back,
 )
-from swift_ft_services.coordinator.text import exit_words, plan_fields, report_fields, versions_words
 from swift_ft_services.coordinator.timeouts import Timing
 
 
@@ -91,6 +93,10 @@ def report_of(said: pb.ReportRequest, holder: Holder) -> Report:
         can_help=said.can_help,
         snapshots=tuple(HeldSnapshot(held.rank, held.version) for held in said.snapshots),
     )
+
+
+def versions_words(versions: Mapping[int, int]) -> str:
+    return ", ".join(f"rank {rank} at {version}" for rank, version in sorted(versions.items()))
 
 
 class Job:

@@ -13,6 +13,7 @@ from swift_ft.planner import (
     RankPlan,
     RecoveryGroups,
     Refusals,
+    Report,
     Strategy,
     StreamSummary,
     finishable,
@@ -23,6 +24,7 @@ from swift_ft.planner import (
     worth_waiting_s,
 )
 from swift_ft.planner.strategies import refused_with
+from swift_ft.rpc.codec import as_json
 from swift_ft_services.coordinator.job_record import LACKS, JobRow, State, count_of, replicas_of
 
 # Vacant slots under a strategy that shrinks the world: the holder was lost, and the others continue without it.
@@ -327,3 +329,41 @@ def _touched(row: JobRow, plan: Plan, refused: RankPlan) -> set[int]:
     if plan.redoes(refused.rank):
         touched |= {r.rank for r in plan.ranks if plan.redoes(r.rank)}
     return touched
+
+
+# What trace events show of reports and plans.
+
+
+def report_fields(report: Report) -> dict[str, object]:
+    fields: dict[str, object] = {"rank": report.rank, "version": report.version}
+    if report.undo_to is not None:
+        fields |= {"undo_to": report.undo_to, "undo_exact": report.undo_exact}
+    if report.forward_to is not None:
+        fields["forward_to"] = report.forward_to
+    if report.finish_to is not None:
+        fields["finish_to"] = report.finish_to
+    if report.snapshots:
+        fields["snapshots"] = [list(held) for held in report.snapshots]
+    return fields
+
+
+def plan_fields(plan: Plan) -> dict[str, object]:
+    return {
+        "target_version": plan.target_version,
+        "exact": plan.exact,
+        "ranks": [_rank_fields(r) for r in plan.ranks],
+        **({"help": [as_json(help) for help in plan.help]} if plan.help else {}),
+        **({"predictions": [as_json(one) for one in plan.predictions]} if plan.predictions else {}),
+        "reason": plan.reason,
+    }
+
+
+def _rank_fields(r: RankPlan) -> dict[str, object]:
+    sources = {"sources": list(r.sources)} if r.sources else {}
+    return {
+        "rank": r.rank,
+        "strategy": str(r.strategy),
+        "from_version": r.from_version,
+        **sources,
+        "reason": r.reason,
+    }

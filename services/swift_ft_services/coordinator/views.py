@@ -1,5 +1,8 @@
 """Conversion of a row to the messages that show it."""
 
+from collections.abc import Iterable
+from itertools import islice
+
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.log.reader import lost_copy
 from swift_ft.log.record import STEP_MAX
@@ -8,13 +11,14 @@ from swift_ft_services.coordinator.communicators import lost_slots
 from swift_ft_services.coordinator.job import Job
 from swift_ft_services.coordinator.job_record import Holder, JobRow, State
 from swift_ft_services.coordinator.planning import job_shrinks, shrinks_late
-from swift_ft_services.coordinator.text import waiting_for
 
 FENCED_SHOWN = 256
 """Minimum number of the last fenced processes shown, or the number of ranks if that is higher; at most twice as many
 are shown."""
 SUMMARY_WORDS_MAX = 200
 """Maximum number of characters of a reason in a list of jobs."""
+NAMED_MAX = 64
+"""Maximum number of ranks named in a sentence."""
 
 
 def view_of(row: JobRow) -> pb.View:
@@ -147,3 +151,33 @@ def _source(row: JobRow, number: int) -> str:
 
 def _addresses(row: JobRow, numbers: list[int]) -> list[str]:
     return [row.log_servers[number].address for number in numbers]
+
+
+def waiting_for(row: JobRow) -> str:
+    waits = [f"log server {address}: {why}" for address, why in sorted(row.blocked.items())]
+    if row.lacks_log_server() and not row.state.is_over:
+        lost = "; ".join(f"{server.address} {server.lost}" for server in row.log_servers)
+        waits.append(f"a log server, since none is left ({lost}): name one with swift-ft logs --add")
+    if row.state in (State.FORMING, State.FENCING) and row.granted < row.generation and not waits:
+        waits.append(f"the log servers to hold generation {row.generation}")
+    if row.state in (State.FORMING, State.FENCING, State.PLANNING):
+        missing = (rank for rank in row.slots() if rank not in row.holders)
+        waits += _ranks(missing, row.wanted - len(row.seated()), "to join")
+    if row.state is State.PLANNING:
+        silent = sorted(set(row.seated()) - set(row.reports))
+        waits += _ranks(silent, len(silent), "to report")
+        if not waits:
+            waits.append("the log inventory" if row.plan is None else "the logs to be emptied")
+    if row.state in (State.FORMING, State.RECOVERING):
+        begun = sorted(set(row.seated()) - set(row.ready))
+        waits += _ranks(begun, len(begun), "to be ready")
+    return "; ".join(waits)
+
+
+def _ranks(ranks: Iterable[int], count: int, what: str) -> list[str]:
+    """Returns the phrase that names `ranks`, at most NAMED_MAX of them: it is part of every View."""
+    if not count:
+        return []
+    names = ", ".join(map(str, islice(ranks, NAMED_MAX)))
+    more = f" and {count - NAMED_MAX} more" if count > NAMED_MAX else ""
+    return [f"{'rank' if count == 1 else 'ranks'} {names}{more} {what}"]

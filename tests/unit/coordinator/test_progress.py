@@ -10,8 +10,8 @@ from swift_ft.planner import Plan, Prediction
 from swift_ft_services.coordinator.job import Job
 from swift_ft_services.coordinator.job_record import State
 from swift_ft_services.coordinator.metrics import CoordinatorMetrics
+from swift_ft_services.coordinator.planning import plan_fields
 from swift_ft_services.coordinator.service import Context, Servicer
-from swift_ft_services.coordinator.text import plan_fields
 from swift_ft_services.coordinator.views import status_of, view_of
 from tests.memory_store import MemoryStore
 from tests.unit.coordinator.driver_world import FakeLogs, driver_of, run_to_running, scenario, sender

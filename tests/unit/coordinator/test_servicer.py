@@ -16,8 +16,7 @@ from swift_ft_services.coordinator.job import report_of
 from swift_ft_services.coordinator.job_record import State
 from swift_ft_services.coordinator.log_calls import Unavailable
 from swift_ft_services.coordinator.service import Context, Servicer
-from swift_ft_services.coordinator.text import waiting_for
-from swift_ft_services.coordinator.views import view_of
+from swift_ft_services.coordinator.views import view_of, waiting_for
 from tests.unit.coordinator.driver_world import Aborted, Caller, Taker
 from tests.unit.coordinator.test_parts import row
 
