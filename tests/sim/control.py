@@ -23,7 +23,6 @@ TICK_S = 0.5
 CALL_S = 1.0
 CONNECT_S = 0.1
 RETRY_S = 0.1
-TRIM_ATTEMPTS = 5
 
 Answer = Callable[[Refusal | None], None]
 
@@ -101,7 +100,6 @@ class _Question:
         self.calls = calls
         self.open = set(calls)
         self.answers: dict[str, list[StreamSummary]] = {}
-        self.attempts = 0
 
 
 class _Asked:
@@ -279,9 +277,6 @@ class Coordinator(Process):
             return
         if question.kind != "trim" and (row.generation != question.number or row.state.is_over):
             return
-        question.attempts += 1
-        if question.kind == "trim" and question.attempts > TRIM_ATTEMPTS * len(question.calls):
-            return
         self._begin(_Asked(question, name, question.calls[name]))
 
     def _begin(self, asked: _Asked) -> None:
@@ -303,7 +298,8 @@ class Coordinator(Process):
             self._failed(asked, "no answer")
 
     def _failed(self, asked: _Asked, reason: str) -> None:
-        if self._questions.get(asked.question.kind) is asked.question:
+        kind = asked.question.kind
+        if self._questions.get(kind) is asked.question and kind != "trim":  # the next checkpoint trims again
             self._blocked(asked.question, asked.name, reason)
             self.later(RETRY_S, self._try, asked.question, asked.name)
 

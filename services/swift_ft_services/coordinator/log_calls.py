@@ -107,7 +107,6 @@ logger = logging.getLogger(__name__)
 
 RETRY_FIRST_S = 0.05
 RETRY_LAST_S = 1.0
-TRIM_ATTEMPTS = 5
 MOVED_ATTEMPTS = 3
 ERRORS_MAX = 10
 """Consecutive errors after which a log server counts as unfit. One that does not answer at all is retried without
@@ -352,18 +351,15 @@ class Questions:
                 group.create_task(one(address))
 
     async def trim(self, job: Job, below_step: int) -> None:
-        """Retries only a few times: the next checkpoint trims again, and surplus records do no harm."""
+        """Asks once. A server that does not answer is trimmed at the next checkpoint, or once it needs room
+        (`LogsPressed`): surplus records do no harm."""
         row, name = job.row, job.row.job
 
         async def one(address: str, cold: str = "") -> None:
-            for attempt in range(TRIM_ATTEMPTS):
-                try:
-                    await self._in_thread(lambda: self._logs.trim(address, name, below_step, cold))
-                except SwiftError as error:
-                    events.emit("trim_failed", job=name, address=address, reason=str(error))
-                    await asyncio.sleep(RETRY_FIRST_S * 2**attempt)
-                else:
-                    return
+            try:
+                await self._in_thread(lambda: self._logs.trim(address, name, below_step, cold))
+            except SwiftError as error:
+                events.emit("trim_failed", job=name, address=address, reason=str(error))
 
         needed, reader = row.moved(below_step), row.reads_moved()
         async with asyncio.TaskGroup() as group:
