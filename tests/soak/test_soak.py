@@ -23,7 +23,7 @@ WITHOUT_KILLS = 1000.0
 HASTY = """
 import sys, time
 from swift_ft_services.logserver import __main__ as program
-from swift_ft_services.logserver.committer import Committer
+from swift_ft_services.logserver.engine import Committer
 from swift_ft._pb import log_pb2
 
 honest = Committer._commit

@@ -27,12 +27,23 @@ from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.errors import UsageError
 from swift_ft.text import LASTING_KEYS
 from swift_ft_services.coordinator import commands as m
-from swift_ft_services.coordinator import history, restarts
+from swift_ft_services.coordinator import restarts
 from swift_ft_services.coordinator.checks import is_stale
 from swift_ft_services.coordinator.commands import Refusal, Refused
 from swift_ft_services.coordinator.communicators import job_class
 from swift_ft_services.coordinator.job import Job
-from swift_ft_services.coordinator.job_record import ROOT, JobRow, LogServer, by_job, decode, key_of
+from swift_ft_services.coordinator.job_record import (
+    ROOT,
+    JobRow,
+    LogServer,
+    by_job,
+    decode,
+    forgotten_history,
+    history_entry,
+    history_prefix,
+    key_of,
+    read_history,
+)
 from swift_ft_services.coordinator.log_calls import LogServers, Questions, Unavailable, Unsure
 from swift_ft_services.coordinator.restarts import starts_again
 from swift_ft_services.coordinator.store import MetadataStore, StoreConflict, StoreFailed
@@ -832,7 +843,7 @@ class Driver:
         status = await self._in_turn(lambda: status_of(self._job(name), self._clock()))
         if with_history:
             try:
-                status.history.extend(history.read(name, await self._store.read(history.prefix_of(name))))
+                status.history.extend(read_history(name, await self._store.read(history_prefix(name))))
             except StoreFailed as failure:
                 raise Unavailable(str(failure)) from failure
         return status
@@ -1023,8 +1034,8 @@ class Driver:
         puts, deletes = dict[str, str](), list[str]()
         for job, persist in changes:
             if persist.entered is not None:
-                puts |= history.put(job.row, self._wall_clock())
-                deletes += history.forgotten(job.row)
+                puts |= history_entry(job.row, self._wall_clock())
+                deletes += forgotten_history(job.row)
         for job in jobs.values():
             changed, gone = job.changes.drain()
             puts |= changed

@@ -1,8 +1,9 @@
-"""The row of a job in parts, as the store keeps it, and the detection of changed parts.
+"""The row of a job in parts, as the store keeps it, the detection of changed parts, and the job's history.
 
-    jobs/NAME/row           the number of this format, and the row's revision; written with any other part
-    jobs/NAME/FIELD         a field of the row
-    jobs/NAME/FIELD/KEY     an entry of a field that is a `Table`
+    jobs/NAME/row                    the number of this format, and the row's revision; written with any other part
+    jobs/NAME/FIELD                  a field of the row
+    jobs/NAME/FIELD/KEY              an entry of a field that is a `Table`
+    history/NAME/GENERATION/STATE    written in the transaction that makes the state durable, and never changed
 
 A part is its checksum followed by its JSON: the database has no checksums and would return a flipped digit unnoticed.
 The checksum covers the key too. The store guarantees that all parts are present and from one transaction.
@@ -19,6 +20,7 @@ from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 import crc32c
 from google.protobuf.message import Message
 
+from swift_ft import events
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.planner import Plan, Refusals, Report
 from swift_ft.rpc.codec import as_json
@@ -515,3 +517,62 @@ def _typed(kind: Any, value: Any) -> Any:
     if issubclass(kind, Message):
         return kind(**value)
     return kind(*value) if issubclass(kind, tuple) else kind(value)
+
+
+# A job's history: the states that its newest generations have entered, with their times.
+#
+# A generation enters a state once (`LEGAL`: what leads back to FORMING or FENCING raises the generation). The history
+# is for people: no decision reads it, and a damaged entry is left out.
+
+GENERATIONS_MAX = 256
+"""Number of generations that are kept of a job."""
+WORDS_MAX = 1000
+"""Limit of a reason and of a plan, in characters: a whole history fits into one message."""
+_STATE_ORDER = (
+    *(pb.FORMING, pb.FENCING, pb.PLANNING, pb.RECOVERING, pb.RUNNING),
+    *(pb.FINISHED, pb.FAILED, pb.STOPPED),
+)
+"""Order in which a generation enters its states."""
+
+
+def history_prefix(job: str) -> str:
+    return f"history/{job}/"
+
+
+def _history_key(job: str, generation: int, state: State) -> str:
+    return f"{history_prefix(job)}{generation:012d}/{state}"
+
+
+def history_entry(row: JobRow, at: float) -> dict[str, str]:
+    """Returns the entry of the state that the row has entered, by its key. `at`: seconds since 1970."""
+    key = _history_key(row.job, row.generation, row.state)
+    told: dict[str, object] = {"at": at}
+    if row.state in (State.FORMING, State.FENCING) or row.state.is_over:
+        told |= {"reason": row.reason[:WORDS_MAX]}
+    if row.state is State.RECOVERING and row.plan is not None:
+        told |= {"plan": row.plan.reason[:WORDS_MAX]}
+    return {key: sealed(key, told)}
+
+
+def forgotten_history(row: JobRow) -> list[str]:
+    """Returns the keys to delete when the row's generation is put."""
+    oldest = row.generation - GENERATIONS_MAX
+    return [_history_key(row.job, oldest, state) for state in State] if oldest > 0 else []
+
+
+def read_history(job: str, stored: Mapping[str, str]) -> list[pb.Generation]:
+    """Returns the generations, ascending, of what is stored under `history_prefix(job)`."""
+    found: dict[int, pb.Generation] = {}
+    for key, entry in stored.items():
+        number, _, state = key.removeprefix(history_prefix(job)).partition("/")
+        try:
+            told = opened(key, entry)
+        except ValueError as error:
+            events.emit("history_damaged", job=job, reason=str(error))
+            continue
+        generation = found.setdefault(int(number), pb.Generation(number=int(number)))
+        generation.plan = generation.plan or told.get("plan", "")
+        generation.entries.add(state=pb.State.Value(state), at=told["at"], reason=told.get("reason", ""))
+    for generation in found.values():
+        generation.entries.sort(key=lambda entry: _STATE_ORDER.index(entry.state))
+    return [found[number] for number in sorted(found)]

@@ -16,7 +16,6 @@ from swift_ft.log.protocol import Reason
 from swift_ft_services.logserver import procedures
 from swift_ft_services.logserver.append_session import refusal_of
 from swift_ft_services.logserver.cold import is_folder
-from swift_ft_services.logserver.committer import Committer, tell
 from swift_ft_services.logserver.core import JobState, Refused, StreamState
 from swift_ft_services.logserver.procedures import (
     Clean,
@@ -33,6 +32,13 @@ from swift_ft_services.logserver.segments import JobDamaged, StorageError
 from swift_ft_services.logserver.state import ServerState, check_names
 from swift_ft_services.logserver.storage import DirectoryStorage
 from swift_ft_services.logserver.storage_interface import RecoveredJob
+
+
+def tell(news: Iterable[Notice]) -> None:
+    """(without the server's lock) Emits the events."""
+    for notice in news:
+        events.emit(notice.event, **notice.fields)
+
 
 # Free disk space, as reported by the system; the alarms depend on it.
 
@@ -77,10 +83,15 @@ class Administration:
     """Operations that change a whole job. One at a time; each is durable before it is answered."""
 
     def __init__(
-        self, state: ServerState, committer: Committer, watch: DiskWatch, clock: Callable[[], float]
+        self,
+        state: ServerState,
+        wait_durable: Callable[[str], None],
+        watch: DiskWatch,
+        clock: Callable[[], float],
     ) -> None:
+        """``wait_durable(job)``: as `Committer.wait_durable`."""
         self._state = state
-        self._committer = committer
+        self._wait_durable = wait_durable
         self._watch = watch
         self._clock = clock
         self._changed = state.changed
@@ -197,7 +208,7 @@ class Administration:
                 self._save_now(job)
 
     def _settle(self, job: str, procedure: Procedure[T]) -> None:
-        self._committer.wait_durable(job)
+        self._wait_durable(job)
         if self._state.failed:
             procedure.throw(Refused(Reason.CLOSED, self._state.failed))
 

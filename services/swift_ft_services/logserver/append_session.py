@@ -31,7 +31,7 @@ from swift_ft_services.logserver.storage_interface import RecoveredJob, Write
 #     settled <= accepted       frames that left the queue for good, and that ever entered it
 #     synced  <= settled        how many of these the last sync covers
 #
-# Call sequence (`swift_ft_services.logserver.committer` does the I/O, and holds the server's lock around each call)::
+# Call sequence (`engine.Committer` does the I/O, and holds the server's lock around each call)::
 #
 #     put(session, stream, write)               a frame that the core accepted
 #     write = take_file(); file_made(write)     while file_wanted, created while other jobs commit

@@ -1,4 +1,4 @@
-"""The log server without gRPC: append calls, start and shutdown.
+"""The log server without gRPC: append calls, the threads that write, start and shutdown.
 
 Call sequence of an append::
 
@@ -11,24 +11,25 @@ Memory is bounded by the credit: a session's frames that are not durable yet tak
 frame.
 """
 
+import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from swift_ft import events
 from swift_ft._pb import log_pb2
 from swift_ft.log.frame import Assembler
 from swift_ft.log.protocol import Reason
 from swift_ft.log.shared_memory import KEY_BYTES
-from swift_ft_services.logserver.administration import Administration, DiskWatch, LostServers, Retention
-from swift_ft_services.logserver.append_session import Appends, Frame, Gathered, Quarantined
-from swift_ft_services.logserver.committer import Committer, tell
+from swift_ft_services.logserver.administration import Administration, DiskWatch, LostServers, Retention, tell
+from swift_ft_services.logserver.append_session import Appends, Commits, Frame, Gathered, Quarantined, Queued
 from swift_ft_services.logserver.core import Refusal
 from swift_ft_services.logserver.reading import Reading
-from swift_ft_services.logserver.shared_memory import MemorySocket, SharedMemory
+from swift_ft_services.logserver.segments import StorageError, StorageFailed
+from swift_ft_services.logserver.shared_memory import BodyChanged, MemorySocket, SharedMemory
 from swift_ft_services.logserver.state import AppendCall, EngineConfig, ServerState
-from swift_ft_services.logserver.storage_interface import RecoveredJob, Storage
+from swift_ft_services.logserver.storage_interface import RecoveredJob, Storage, Write
 
 _TAKEN_AT_ONCE = 16
 """Frames of a call that are accepted before others get the lock. Costs no throughput for large records or a single
@@ -68,6 +69,112 @@ class Outgoing:
                 return
 
 
+class Committer:
+    """Two threads that run `Commits`. One takes queued frames, commits them as a group, then acknowledges them. The
+    other creates files ahead, so that commits of other jobs do not wait for that."""
+
+    def __init__(self, state: ServerState, clock: Callable[[], float]) -> None:
+        self.commits = Commits(state)
+        """(accessed while holding ``changed``, which is notified afterwards)"""
+        self._state = state
+        self._clock = clock
+        self._changed = state.changed
+        self._file_wanted = state.new_condition()
+        self._stop = False
+        self.on_commit: Callable[[Sequence[Write], float, str], None] = lambda *_: None
+        """Called after each commit: what was written, the seconds, the error's name."""
+        self._threads = [
+            threading.Thread(target=self._loop, name="committer", daemon=True),
+            threading.Thread(target=self._make_files, name="files", daemon=True),
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def wait_durable(self, job: str | None = None) -> None:
+        """(holding ``changed``) Waits until all accepted records, of one job or of all, are durable or given up."""
+        target = self.commits.ask_to_settle(job)
+        self._changed.notify_all()
+        self._changed.wait_for(lambda: self.commits.is_settled(target))
+
+    def stop(self) -> None:
+        """Ends the threads; called after `wait_durable`."""
+        with self._changed:
+            self._stop = True
+            self._changed.notify_all()
+            self._file_wanted.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    # -- the threads ----------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        while True:
+            batch: list[Queued] = []
+            try:
+                with self._changed:
+                    timeout_s = self.commits.next_sync_s(self._clock())
+                    self._changed.wait_for(self._has_work, timeout_s)
+                    if self._stop and self.commits.empty:
+                        return
+                    batch = self.commits.next_batch()
+                    sync = self.commits.sync_due(batch, self._clock())
+                if batch or sync:
+                    self._commit(batch, sync)
+            except Exception as error:  # a bug: writers and fences must not wait forever
+                logging.getLogger(__name__).exception("commit failed")
+                self._give_up(StorageFailed(f"internal error: {error!r}; start the server again"), batch)
+
+    def _has_work(self) -> bool:
+        if self.commits.file_wanted:
+            self._file_wanted.notify_all()
+        return self._stop or self.commits.work_to_do
+
+    def _make_files(self) -> None:
+        while True:
+            with self._changed:
+                self._file_wanted.wait_for(lambda: self._stop or self.commits.file_wanted)
+                if self._stop:
+                    return
+                write = self.commits.take_file()
+            if write is None:  # the storage has it by now
+                continue
+            try:
+                self._state.storage.make_file(write.job, write.stream, write.sequence)
+            except StorageError:  # its commit hits the same error and reports it
+                pass
+            except Exception:  # a bug: the commit creates the file itself
+                logging.getLogger(__name__).exception("a file could not be made ahead")
+            with self._changed:
+                self.commits.file_made(write)
+                self._changed.notify_all()
+
+    def _commit(self, batch: list[Queued], sync: bool) -> None:
+        writes = [queued.write for queued in batch]
+        began = time.monotonic()
+        try:
+            unmended = self._state.storage.commit(writes, sync)
+        except (StorageError, BodyChanged) as error:
+            self.on_commit(writes, time.monotonic() - began, type(error).__name__)
+            self._give_up(error, batch)
+            return
+        self.on_commit(writes, time.monotonic() - began, "")
+        with self._changed:
+            news = self.commits.committed(batch, sync, self._clock(), unmended)
+            self._state.show_health()
+            self._state.wake_readers({queued.stream.job for queued in batch})
+            self._changed.notify_all()
+        tell(news)
+
+    def _give_up(self, error: StorageError | BodyChanged, batch: list[Queued]) -> None:
+        with self._changed:
+            news = self.commits.gave_up(error, batch, self._clock())
+            self._state.show_health()
+            self._changed.notify_all()
+        tell(news)
+
+
 class LogEngine:
     """The operations that the gRPC servicer calls. Every public method may be called from any thread."""
 
@@ -89,7 +196,7 @@ class LogEngine:
         self.committer = Committer(self.state, clock)
         self._appends = Appends(self.state, self.committer.commits)
         self.watch = DiskWatch(self.state, free_bytes, clock)
-        self.administration = Administration(self.state, self.committer, self.watch, clock)
+        self.administration = Administration(self.state, self.committer.wait_durable, self.watch, clock)
         self.reading = Reading(self.state, self.administration, clock)
         self.retention = Retention(self.state, self.administration, self.watch, age_s, clock)
         self.lost: LostServers | None = None

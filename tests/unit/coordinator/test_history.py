@@ -6,7 +6,7 @@ from pathlib import Path
 
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.planner import Plan
-from swift_ft_services.coordinator import history
+from swift_ft_services.coordinator import job_record
 from swift_ft_services.coordinator.driver import Driver
 from swift_ft_services.coordinator.job_record import JobRow, State
 from swift_ft_services.coordinator.store import MetadataStore, SqliteStore
@@ -64,19 +64,19 @@ def row_of(generation: int, state: State, reason: str = "a cause") -> JobRow:
 
 
 def read(rows: Mapping[str, str]) -> list[pb.Generation]:
-    return history.read("j", dict(sorted(rows.items())))
+    return job_record.read_history("j", dict(sorted(rows.items())))
 
 
 def test_the_newest_generations_are_kept_and_fit_into_a_message() -> None:
     """gRPC's clients accept 4 MiB."""
     rows: dict[str, str] = {}
-    last, longest = history.GENERATIONS_MAX + 2, "\U0001f600" * (2 * history.WORDS_MAX)
+    last, longest = job_record.GENERATIONS_MAX + 2, "\U0001f600" * (2 * job_record.WORDS_MAX)
     entered = (State.FENCING, State.PLANNING, State.RECOVERING, State.RUNNING, State.FAILED)
     for generation in range(1, last + 1):
         for state in entered:
             row = row_of(generation, state, longest)
-            rows |= history.put(row, 1.0)
-            for key in history.forgotten(row):
+            rows |= job_record.history_entry(row, 1.0)
+            for key in job_record.forgotten_history(row):
                 rows.pop(key, None)
     known = read(rows)
     assert [generation.number for generation in known] == list(range(3, last + 1))
@@ -85,6 +85,8 @@ def test_the_newest_generations_are_kept_and_fit_into_a_message() -> None:
 
 
 def test_a_damaged_entry_is_left_out() -> None:
-    rows = history.put(row_of(1, State.FORMING), 1.0) | history.put(row_of(1, State.RUNNING), 2.0)
+    rows: dict[str, str] = {}
+    for state, at in ((State.FORMING, 1.0), (State.RUNNING, 2.0)):
+        rows |= job_record.history_entry(row_of(1, state), at)
     (generation,) = read({key: value.replace("1.0", "9.0") for key, value in rows.items()})
     assert states(generation) == [("RUNNING", 2.0)]

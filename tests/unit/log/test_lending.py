@@ -17,8 +17,7 @@ from swift_ft.log.reader import ReadFilter
 from swift_ft.log.segment import scan
 from swift_ft.log.shared_memory import LentFiles, ask_for_files
 from swift_ft_services.logserver import reading as server_reading
-from swift_ft_services.logserver.lending import Lender
-from swift_ft_services.logserver.reading import Reading
+from swift_ft_services.logserver.reading import Lender, Reading
 from swift_ft_services.logserver.storage import DirectoryStorage
 from tests.unit.log.service import JOB, InProcess, eventually
 from tests.unit.log.test_cold import Cold

@@ -11,9 +11,9 @@ from swift_ft.log.protocol import Reason
 from swift_ft.log.segment import SEGMENT_HEADER_BYTES
 from swift_ft_services.logserver.administration import Administration, DiskWatch
 from swift_ft_services.logserver.append_session import Appends, Commits
-from swift_ft_services.logserver.committer import Committer
 from swift_ft_services.logserver.core import Refused
 from swift_ft_services.logserver.disk import RealFile
+from swift_ft_services.logserver.engine import Committer
 from swift_ft_services.logserver.reading import Reading
 from swift_ft_services.logserver.state import EngineConfig, ServerState
 from swift_ft_services.logserver.storage import DirectoryStorage
@@ -312,7 +312,9 @@ class Watched(MemoryStorage):
 def reading(server: Server) -> Reading:
     committer = Committer(server.state, lambda: 0.0)
     watch = DiskWatch(server.state, lambda: None, lambda: 0.0)
-    return Reading(server.state, Administration(server.state, committer, watch, lambda: 0.0), lambda: 0.0)
+    return Reading(
+        server.state, Administration(server.state, committer.wait_durable, watch, lambda: 0.0), lambda: 0.0
+    )
 
 
 def spoil(storage: MemoryStorage, sequence: int) -> None:
