@@ -1,8 +1,9 @@
 """gRPC interface of the driver: validates requests, which are the commands, and converts refusals to status codes."""
 
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any, NoReturn, TypeVar
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, NoReturn
 
 import grpc
 from google.protobuf.message import Message
@@ -104,7 +105,6 @@ FAILURES: Mapping[type[Exception], tuple[grpc.StatusCode, str]] = {
 """What the driver raises -> the status of the call, and the reason that is counted."""
 REFUSED: tuple[type[Exception], ...] = (Refusal, *FAILURES)
 
-T = TypeVar("T")
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -138,24 +138,21 @@ class Servicer(pb_grpc.CoordinatorServicer):
         if wrong := wrong or number_problem(request):
             await self._abort_invalid(context, wrong)
         may_see = visit_of().covers
-        generation = await self._answer(
-            context, request.job, lambda: self._driver.join(request.job, request, may_see)
-        )
-        return pb.JoinReply(generation=generation)
+        async with self._answering(context, request.job):
+            return pb.JoinReply(generation=await self._driver.join(request.job, request, may_see))
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.ViewUpdate]:
-        await _check_name(context, request.job)
-        await self._check_apart(context, request.job)
+        async with self._answering(context, request.job):
+            driver = self._driver
+            driver.apart.check(request.job)
         rank = request.rank if request.HasField("rank") else None
         known: pb.View | None = None
-        driver = self.driver
-        if driver is None:
-            await self._abort(context, Unavailable(self.standing_by))
         async for view in driver.views(request.job):
             update = self._updates.to(view, known, rank)
             known = view
             yield update
-        await self._check_apart(context, request.job)
+        async with self._answering(context, request.job):  # it says why there are no more
+            self._driver.apart.check(request.job)
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatReply:
         if not 0.0 <= request.replay.seconds_left < math.inf:
@@ -203,20 +200,16 @@ class Servicer(pb_grpc.CoordinatorServicer):
         return await self._take(request, context)
 
     async def Share(self, request: pb.ShareRequest, context: Context) -> pb.ShareReply:
-        sharing = await self._answer_now(
-            context, request.job, lambda: self._driver.sharing(request.job, request)
-        )
+        async with self._answering(context, request.job):
+            sharing = self._driver.sharing(request.job, request)
         if sharing is None:
             return pb.ShareReply(generation=self.generation_of(request.job))
         if request.epoch not in (0, sharing.epoch):
             return pb.ShareReply(generation=sharing.generation, epoch=sharing.epoch)
         after: list[pb.Shared] = []
         if request.changes:
-            after = await self._answer_now(
-                context,
-                request.job,
-                lambda: sharing.change(request.incarnation, request.number, request.changes),
-            )
+            async with self._answering(context, request.job):
+                after = sharing.change(request.incarnation, request.number, request.changes)
         if request.wait_s > 0:
             await sharing.wait(request.until, min(request.wait_s, SHARE_WAIT_S_MAX))
         if not sharing.is_in(request.generation):
@@ -235,15 +228,16 @@ class Servicer(pb_grpc.CoordinatorServicer):
         request.DiscardUnknownFields()  # it is kept, and told to others
         if wrong := _wrong_meeting(request):
             await self._abort_invalid(context, wrong)
-        return await self._answer_now(context, request.job, lambda: self._driver.meet(request.job, request))
+        async with self._answering(context, request.job):
+            return self._driver.meet(request.job, request)
 
     async def Measurements(self, request: pb.MeasurementsRequest, context: Context) -> pb.MeasurementsReply:
-        return await self._answer_now(context, request.job, lambda: self._driver.measurements(request.job))
+        async with self._answering(context, request.job):
+            return self._driver.measurements(request.job)
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
-        return await self._answer(
-            context, request.job, lambda: self._driver.status(request.job, with_history=request.history)
-        )
+        async with self._answering(context, request.job):
+            return await self._driver.status(request.job, with_history=request.history)
 
     async def Jobs(self, request: pb.JobsRequest, context: Context) -> pb.JobsReply:
         try:
@@ -257,13 +251,8 @@ class Servicer(pb_grpc.CoordinatorServicer):
         if wrong := number_problem(request):
             await self._abort_invalid(context, wrong)
         _make_presentable(request)
-        return await self._answer(context, request.job, lambda: self._driver.apply(request.job, request))
-
-    async def _check_apart(self, context: Context, job: str) -> None:
-        try:
-            self._driver.apart.check(job)
-        except (JobApart, Unavailable) as problem:
-            await self._abort(context, problem)
+        async with self._answering(context, request.job):
+            return await self._driver.apply(request.job, request)
 
     async def _abort_invalid(self, context: Context, wrong: str) -> NoReturn:
         await self._abort(context, Refusal(Refused.INVALID, wrong[:LONGEST_REASON]))
@@ -278,16 +267,15 @@ class Servicer(pb_grpc.CoordinatorServicer):
         await context.abort(code, str(error), trailers)
         raise AssertionError("abort has raised")
 
-    async def _answer_now(self, context: Context, job: str, call: Callable[[], T]) -> T:
-        async def made() -> T:
-            return call()
-
-        return await self._answer(context, job, made)
-
-    async def _answer(self, context: Context, job: str, call: Callable[[], Awaitable[T]]) -> T:
-        await _check_name(context, job)
+    @asynccontextmanager
+    async def _answering(self, context: Context, job: str) -> AsyncIterator[None]:
+        """Ends the call with a status if the job's name, or the request, is refused."""
         try:
-            return await call()
+            check_name("job", job)
+        except UsageError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        try:
+            yield
         except REFUSED as error:
             await self._abort(context, error)
 
@@ -322,10 +310,3 @@ def _wrong_meeting(request: pb.MeetRequest) -> str:
 def _said(text: str, length_max: int) -> str:
     """Returns text that is safe to show: truncated, and without control characters except newlines and tabs."""
     return text_of(text[:length_max])
-
-
-async def _check_name(context: Context, job: str) -> None:
-    try:
-        check_name("job", job)
-    except UsageError as error:
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
