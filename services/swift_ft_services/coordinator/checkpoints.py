@@ -223,10 +223,6 @@ def trim_below(row: JobRow) -> int:
     return max(row.checkpoints[0], min([row.checkpoints[-1], *under_way]))
 
 
-def note_refused_difference(row: JobRow, rank: int, reason: str) -> None:
-    row.differed = row.differed or f"rank {rank}: {reason}"
-
-
 def note_difference(row: JobRow, said: pb.DiffersRequest) -> bool:
     """Records a repeated step with a different result, without a refusal. The earliest such step counts. Returns
     whether the row changed. Raises Refusal unless the sender holds its rank."""
@@ -253,11 +249,3 @@ def record_plan_exactness(row: JobRow) -> bool:
         return False
     row.inexact_since, row.inexact_reason = plan.target_version, differed or plan.reason
     return True
-
-
-def requires_exact(row: JobRow) -> bool:
-    return row.config.get("require_exact", "") == "True"
-
-
-def exactness_fields(row: JobRow) -> dict[str, object]:
-    return {"since": row.inexact_since, "reason": row.inexact_reason}

@@ -31,7 +31,6 @@ from swift_ft_services.coordinator.commands import Effect, Refusal, Refused
 from swift_ft_services.coordinator.endings import launcher_code
 from swift_ft_services.coordinator.job import Job
 from swift_ft_services.coordinator.job_record import (
-    IllegalTransition,
     JobRow,
     LogServer,
     State,
@@ -53,14 +52,6 @@ _TAKEN_BY_ALL = (
     pb.StopRequest,
     m.LogHeard,
 )
-_LEGAL: Mapping[State, frozenset[State]] = {
-    State.FORMING: frozenset({State.FORMING, State.RUNNING, State.FAILED, State.STOPPED}),
-    State.RUNNING: frozenset({State.RECOVERING, State.FORMING, State.FINISHED, State.FAILED}),
-    State.RECOVERING: frozenset({State.RECOVERING, State.RUNNING, State.FORMING, State.FAILED}),
-    State.FINISHED: frozenset({State.FORMING}),
-    State.FAILED: frozenset({State.FORMING}),
-    State.STOPPED: frozenset({State.FORMING}),
-}
 
 
 def job_class(config: Mapping[str, str]) -> type[Job]:
@@ -89,6 +80,15 @@ class CommunicatorJob(Job):
     Invariants: all members that receive a decision of a generation receive the same one. A generation contains only
     members not known to be dead. A process takes part only after it has joined.
     """
+
+    legal: Mapping[State, frozenset[State]] = {
+        State.FORMING: frozenset({State.FORMING, State.RUNNING, State.FAILED, State.STOPPED}),
+        State.RUNNING: frozenset({State.RECOVERING, State.FORMING, State.FINISHED, State.FAILED}),
+        State.RECOVERING: frozenset({State.RECOVERING, State.RUNNING, State.FORMING, State.FAILED}),
+        State.FINISHED: frozenset({State.FORMING}),
+        State.FAILED: frozenset({State.FORMING}),
+        State.STOPPED: frozenset({State.FORMING}),
+    }
 
     @classmethod
     def create(
@@ -173,11 +173,6 @@ class CommunicatorJob(Job):
     def _fence_logs(self) -> list[Effect]:
         self.row.granted = self.row.generation
         return []
-
-    def _enter(self, state: State) -> None:
-        if state not in _LEGAL[self.row.state]:
-            raise IllegalTransition(f"{self.row.job}: {self.row.state} -> {state}")
-        self.row.state = state
 
     # --- decisions ---
 

@@ -106,6 +106,9 @@ class Job:
     changes.
     """
 
+    legal: Mapping[State, frozenset[State]] = LEGAL
+    """State -> the states that may follow it."""
+
     @classmethod
     def create(
         cls, job: str, log_servers: list[LogServer], join: m.Join, timing: Timing, now: float, copies: int = 1
@@ -303,7 +306,7 @@ class Job:
         return self._transition()
 
     def _enter(self, state: State) -> None:
-        if state not in LEGAL[self.row.state]:
+        if state not in self.legal[self.row.state]:
             raise IllegalTransition(f"{self.row.job}: {self.row.state} -> {state}")
         self.row.state = state
         self.replays.clear()
@@ -340,12 +343,13 @@ class Job:
         return [*self._told(self._inexact(news)), *self._fail_inexact(news)]
 
     def _fail_inexact(self, is_so: bool) -> list[Effect]:
-        if not (is_so and checkpoints.requires_exact(self.row)):
+        if not is_so or self.row.config.get("require_exact") != "True":
             return []
         return self.become_failed(f"not exact, and --require-exact was given: {self.row.inexact_reason}")
 
     def _inexact(self, news: bool) -> list[m.Emit]:
-        return [self._event("not_exact", **checkpoints.exactness_fields(self.row))] if news else []
+        fields = {"since": self.row.inexact_since, "reason": self.row.inexact_reason}
+        return [self._event("not_exact", **fields)] if news else []
 
     def _persist(self) -> list[m.Persist]:
         row, now = self.row, (self.row.state, self.row.generation)
@@ -601,7 +605,7 @@ class Job:
             reason = f"rank {rank} refused, before the job was formed: {refuse.reason}"
             return [refused, *self.become_failed(reason)]
         if refuse.differs:
-            checkpoints.note_refused_difference(row, rank, refuse.reason)
+            row.differed = row.differed or f"rank {rank}: {refuse.reason}"
         count_refusal(row, rank, refuse.reason)
         return [*self._without_death(row.refused.reason), refused]
 

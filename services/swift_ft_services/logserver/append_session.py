@@ -103,8 +103,6 @@ class Commits:
         self._state = state
         self._lines: dict[str, Line] = {}
         """Queue per job; the first one has its turn next."""
-        self._accepted = 0  # of all jobs together, for `progress`
-        self._settled = 0
         self._making_file: Write | None = None
         self._unsynced_since: float | None = None
 
@@ -112,7 +110,6 @@ class Commits:
         line = self._lines.setdefault(stream.job, Line())
         line.queue.append(Queued(session, stream, write, fsync))
         line.accepted += 1
-        self._accepted += 1
         if fsync is not Fsync.NEVER:
             line.promised = line.accepted
 
@@ -135,9 +132,10 @@ class Commits:
             line.settled >= settled and line.synced >= synced for line, settled, synced in target.lines
         )
 
-    def progress(self) -> tuple[int, int]:
-        """Returns the counts of frames accepted so far, and settled."""
-        return self._accepted, self._settled
+    @property
+    def unsettled(self) -> int:
+        """Frames, of all jobs, that were accepted and did not leave their queues for good yet."""
+        return sum(line.accepted - line.settled for line in self._lines.values())
 
     @property
     def empty(self) -> bool:
@@ -251,7 +249,6 @@ class Commits:
     def _leave(self, batch: Iterable[Queued]) -> None:
         for queued in batch:
             self._lines[queued.stream.job].settled += 1
-            self._settled += 1
 
     def _is_synced(self) -> None:
         for line in self._lines.values():

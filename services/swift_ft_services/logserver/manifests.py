@@ -49,12 +49,6 @@ def read_small_file(disk: Disk, path: Path, size_max: int) -> bytes | None:
         file.close()
 
 
-def replace_manifest(disk: Disk, folder: Path, data: bytes) -> None:
-    """Durably replaces the manifest in ``folder``, which is created if needed. Raises OSError."""
-    disk.make_directory(folder)
-    replace_small_file(disk, folder / MANIFEST, data)
-
-
 def replace_small_file(disk: Disk, path: Path, data: bytes) -> None:
     """Durably and atomically replaces a file. Raises OSError."""
     aside = path.with_name(f"{path.name}.new")
@@ -107,7 +101,8 @@ class Book:
             self._write(line)
             self.lines[job] = line
         meta.job, meta.uid = job, line.uid
-        replace_manifest(self._disk, self._directory / job, encode_manifest(meta))
+        self._disk.make_directory(self._directory / job)
+        replace_small_file(self._disk, self._directory / job / MANIFEST, encode_manifest(meta))
         if line.generation != meta.generation:
             line = Granted(job, line.uid, meta.generation)
             self._write(line)

@@ -162,7 +162,7 @@ class LogMetrics:
         state = engine.state
         out: dict[str, dict[tuple[str, ...], Value]] = {family.name: {} for family in FAMILIES}
         with state.changed:
-            accepted, settled = engine.committer.commits.progress()
+            unsettled = engine.committer.commits.unsettled
             for family, of_server in _SERVER_VALUES.items():
                 if (value := of_server(state)) is not None:
                     out[family.name] = {(): value}
@@ -181,7 +181,7 @@ class LogMetrics:
         rest_of_them: Mapping[str, Value] = {
             "commit_seconds": self.commit_s,
             "sync_seconds": self.sync_s,
-            "queued_records": accepted - settled,
+            "queued_records": unsettled,
             "disk_free_bytes": disk.f_bavail * disk.f_frsize,
             "disk_size_bytes": disk.f_blocks * disk.f_frsize,
         }

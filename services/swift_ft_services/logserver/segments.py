@@ -234,12 +234,13 @@ class JobDamaged(StorageError):
 
 def as_storage_error(error: OSError, job: str = "") -> StorageError:
     """Converts an OSError. ``job``: owner of the file concerned."""
-    if isinstance(error, Unsound):
-        return StorageFailed(f"a write failed: {error.strerror}; see to the disk, then start again")
-    if error.errno in BUSY:
-        return StorageBusy(f"cannot write now: {error.strerror}; raise what the process may have (ulimit -n)")
-    if error.errno in NO_SPACE:
-        return StorageFull(f"no space left: {error.strerror}; free some, or trim the log")
-    if job and error.errno in IN_THE_WAY:
-        return JobDamaged(job, f"{error.filename}: {error.strerror}")
+    if not isinstance(error, Unsound):
+        if error.errno in BUSY:
+            return StorageBusy(
+                f"cannot write now: {error.strerror}; raise what the process may have (ulimit -n)"
+            )
+        if error.errno in NO_SPACE:
+            return StorageFull(f"no space left: {error.strerror}; free some, or trim the log")
+        if job and error.errno in IN_THE_WAY:
+            return JobDamaged(job, f"{error.filename}: {error.strerror}")
     return StorageFailed(f"a write failed: {error.strerror}; see to the disk, then start again")

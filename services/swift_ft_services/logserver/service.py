@@ -220,7 +220,7 @@ def make_server(
     server.add_generic_rpc_handlers((checks.handlers(), _handlers(LogServicer(engine, refused))))
 
     def on_health(serving: bool) -> None:
-        serving = serving and engine.state.condition() == "serving"
+        serving = serving and engine.state.serves
         checks.more = ((MEMORY_KEY, engine.state.memory_socket),)
         checks.set("", SERVICE, serving=serving)
 

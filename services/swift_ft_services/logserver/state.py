@@ -242,7 +242,7 @@ class ServerState:
 
     @property
     def serves(self) -> bool:
-        return not self.failed and not self.draining and self.space.takes_appends
+        return self.condition() == "serving"
 
     def look_at_disk(self, free_bytes: int | None, now: float) -> list[Notice]:
         news = self.space.observe(free_bytes, now)

@@ -64,6 +64,5 @@ def test_a_failed_storage_is_not_serving_and_says_so() -> None:
         with pytest.raises(LogUnavailable, match="made up"):
             writer.flush(10)
         assert service.health_status() == health_pb2.HealthCheckResponse.NOT_SERVING
-        accepted, settled = service.engine.committer.commits.progress()
-        assert (service.engine.state.condition(), accepted) == ("failed", settled)
+        assert (service.engine.state.condition(), service.engine.committer.commits.unsettled) == ("failed", 0)
         writer.close(0.0)
