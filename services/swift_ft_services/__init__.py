@@ -1,7 +1,6 @@
 """The services: coordinator and log server, and what both share: authorization, limits, health. No torch.
 
-program        the frame of both programs: common flags, exit codes, signals
-listening      a server's security flags, and its port
+program        the frame of both programs: flags, the protected port, exit codes, signals
 authorization  the check of every call: token, role, job and generation; limits of requests;
                concurrent calls; the audit file
 interceptors   the same check as interceptors of gRPC's two kinds of servers

@@ -238,7 +238,7 @@ def test_connections_are_made_in_one_place(path: Path) -> None:
     }
     allowed = {
         "swift/swift_ft/credentials.py": {"insecure_channel", "secure_channel"},
-        "services/swift_ft_services/listening.py": {"add_insecure_port", "add_secure_port"},
+        "services/swift_ft_services/program.py": {"add_insecure_port", "add_secure_port"},
         # Hundreds of members in a process, on loopback: asyncio's channels.
         "swift/swift_ft/lab/bench/coordinator_members.py": {"insecure_channel"},
     }

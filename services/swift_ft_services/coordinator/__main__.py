@@ -28,7 +28,7 @@ from swift_ft.credentials import ENV_CA, ENV_CERTIFICATE, ENV_INSECURE, ENV_KEY,
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.log.placement import COPIES_MAX, machines, parse_server
 from swift_ft.text import one_line
-from swift_ft_services import listening, program
+from swift_ft_services import program
 from swift_ft_services.coordinator import commands as m
 from swift_ft_services.coordinator.driver import JOBS_MAX, Driver
 from swift_ft_services.coordinator.job_record import JobRow, LogServer, State
@@ -424,7 +424,7 @@ class Coordinator:
         self._caught_up = caught_up
         self._timing = checked_timing(arguments)
         self._log_servers = checked_log_servers(arguments.log_servers, arguments.copies)
-        self._protection = listening.protection_of(arguments, "coordinator")
+        self._protection = program.protection_of(arguments, "coordinator")
         self._address = ""
         self.store = open_store(arguments, lambda: self._address)
         self._takes_over = arguments.store is not None
@@ -457,7 +457,7 @@ class Coordinator:
             await hold(self.store)
         hide = None
         try:
-            port = listening.bind(self._server, self._protection)
+            port = program.bind(self._server, self._protection)
             self._address = f"{self._arguments.listen.rpartition(':')[0]}:{port}"
             if self._takes_over:
                 await self._server.start()

@@ -21,7 +21,7 @@ from swift_ft.log.frame import BODY_BYTES_MAX
 from swift_ft.log.memory import keep_freed_memory
 from swift_ft.log.protocol import Fsync
 from swift_ft.log.segment import FILE_BYTES_LEAST
-from swift_ft_services import listening, program
+from swift_ft_services import program
 from swift_ft_services.logserver.administration import LostServers, Tiering
 from swift_ft_services.logserver.cold import ColdTier
 from swift_ft_services.logserver.disk import RealDisk, allow_open_files
@@ -135,7 +135,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         ),
         keep_s=options.keep_days * 86400,
     )
-    options.protection = listening.protection_of(options, "logserver")
+    options.protection = program.protection_of(options, "logserver")
     options.metrics = metrics_address(options.metrics_listen, insecure=options.insecure)
     check(options, options.engine)
     return options
@@ -226,7 +226,7 @@ def serve(options: argparse.Namespace) -> None:
         else:
             engine.committer.on_commit = metrics.committed
             server, checks = make_server(engine, gate, metrics.refused)
-        port = listening.bind(server, protection)
+        port = program.bind(server, protection)
         engine.start(storage.recover())
         tiering = Tiering(engine.state, storage, engine.watch) if cold is not None else None
         if tiering is not None:

@@ -11,11 +11,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from swift_ft._pb import log_pb2_grpc
 from swift_ft.log.protocol import SERVICE, open_channel
 from swift_ft_services.authorization import Gate
-from swift_ft_services.listening import Protection, bind
 from swift_ft_services.logserver.engine import LogEngine
 from swift_ft_services.logserver.service import make_server
 from swift_ft_services.logserver.state import EngineConfig
 from swift_ft_services.logserver.storage_interface import RecoveredJob, Storage
+from swift_ft_services.program import Protection, bind
 from tests.log_client import LogWriter
 from tests.unit.log.memory_storage import MemoryStorage
 

@@ -7,7 +7,7 @@ import pytest
 from swift_ft.errors import UsageError
 from swift_ft.tools.doctor import parse as parse_doctor
 from swift_ft.tools.inspect import parse as parse_inspect
-from swift_ft_services import listening
+from swift_ft_services import program
 from swift_ft_services.coordinator.__main__ import checked_timing
 from swift_ft_services.coordinator.__main__ import parse as parse_coordinator
 from swift_ft_services.logserver.__main__ import parse as parse_logserver
@@ -55,7 +55,7 @@ def test_a_log_server_refuses_them_in_one_line(flag: str, value: str, words: str
 def test_a_coordinator_too(flags: list[str], words: str) -> None:
     def check(options: argparse.Namespace) -> None:
         checked_timing(options)
-        listening.protection_of(options)
+        program.protection_of(options)
 
     options = parse_coordinator(["--directory", "x", *flags])
     with pytest.raises(UsageError, match=words) as caught:

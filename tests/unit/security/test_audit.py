@@ -19,7 +19,7 @@ from swift_ft.tokens import Authority, NotAuthenticated, Revoked, Role
 from swift_ft.tools import token as command
 from swift_ft_services import authorization
 from swift_ft_services.authorization import Audit, CallLimits, Rates
-from swift_ft_services.listening import Protection
+from swift_ft_services.program import Protection
 from tests.unit.log.frames import STREAM
 from tests.unit.log.service import eventually
 from tests.unit.security.test_gate import call

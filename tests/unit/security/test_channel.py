@@ -23,7 +23,7 @@ from swift_ft.log.protocol import method
 from swift_ft.rpc.client import CoordinatorClient
 from swift_ft.tokens import Role, write_file
 from swift_ft.tools.credentials import CertificateAuthority
-from swift_ft_services.listening import Protection
+from swift_ft_services.program import Protection
 from tests.health_probe import check_service
 from tests.integration.launch_world import wait_until
 from tests.unit.security.world import JOB, RANK, Guarded, Keys, touched

@@ -16,7 +16,7 @@ from swift_ft.errors import AccessDenied, LogUnavailable, UsageError
 from swift_ft.log import admin
 from swift_ft.tokens import EVERY_JOB, Authority, write_file
 from swift_ft.tools import credentials, doctor
-from swift_ft_services import listening
+from swift_ft_services import program
 from tests.unit.log.service import InProcess
 
 
@@ -39,8 +39,8 @@ class Service(InProcess):
 
     def __init__(self) -> None:
         parser = Parser(prog="server", description="")
-        listening.add_flags(parser)
-        self.protection = listening.protection_of(parser.parse_args([]), "logserver")
+        program.add_flags(parser)
+        self.protection = program.protection_of(parser.parse_args([]), "logserver")
         super().__init__(None, protection=self.protection, gate=self.protection.gate())
 
 

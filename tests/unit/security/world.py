@@ -11,8 +11,8 @@ from swift_ft.credentials import Credentials
 from swift_ft.tokens import COORDINATOR, LOG, Role, SigningKey, new_key, write_file
 from swift_ft.tools.credentials import CertificateAuthority
 from swift_ft_services.authorization import CallLimits
-from swift_ft_services.listening import Protection
 from swift_ft_services.logserver.state import EngineConfig
+from swift_ft_services.program import Protection
 from tests.unit.log.service import InProcess
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "security.md"
