@@ -11,6 +11,7 @@ from swift_ft_services.coordinator import log_placement
 from swift_ft_services.coordinator.commands import Refusal
 from swift_ft_services.coordinator.job import Job
 from swift_ft_services.coordinator.job_record import JobRow, LogServer, decode
+from swift_ft_services.coordinator.log_calls import summary_of
 from swift_ft_services.coordinator.log_placement import RESETS, Call
 from swift_ft_services.coordinator.timeouts import Timing
 from swift_ft_services.coordinator.views import view_of
@@ -327,7 +328,7 @@ class Coordinator(Process):
         elif call == "trim":
             server.run(lambda: procedures.trim(state, state.core.known(JOB), number), done)
         else:
-            done(None, _summaries(server))
+            done(None, [summary_of(stream) for stream in server.reading.inventory(JOB).streams])
 
     def _answered(self, asked: _Asked, refusal: core.Refusal | None, result: object) -> None:
         question, name = asked.question, asked.name
@@ -366,23 +367,3 @@ class Coordinator(Process):
         elif question.kind == "inventory":
             servers = question.answers
             self._guarded(lambda: self._apply(m.InventoryTaken(generation=generation, servers=servers)))
-
-
-def _summaries(server: ServerProcess) -> list[StreamSummary]:
-    reply = server.reading.inventory(JOB)
-    return [
-        StreamSummary(
-            stream=stream.stream,
-            records=stream.records,
-            first_step=stream.first_step if stream.has_records else -1,
-            last_step=stream.last_step if stream.has_records else -1,
-            trimmed_below_step=reply.trimmed_below_step,
-            corrupt=stream.corrupt,
-            reason=stream.reason,
-            unlogged=(stream.unlogged_from_step, stream.unlogged_to_step)
-            if stream.HasField("unlogged_from_step")
-            else None,
-            marks=stream.marks,
-        )
-        for stream in reply.streams
-    ]

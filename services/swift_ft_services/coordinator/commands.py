@@ -5,14 +5,11 @@ has accepted it. The classes here are those that are no request: the driver's, a
 """
 
 import enum
-from collections.abc import Mapping, MutableSequence, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from google.protobuf.message import Message
-
 from swift_ft._pb import coordinator_pb2 as pb
-from swift_ft.log.record import STEP_MAX
 from swift_ft.planner import StreamSummary
 from swift_ft.rpc.codec import CALLS
 from swift_ft_services.coordinator.job_record import Origin, State
@@ -171,23 +168,6 @@ def name_of(command: Command) -> str:
 def is_of_process(exited: pb.ExitRequest) -> bool:
     """Returns True for the exit of a process, False for a report on the rank's place."""
     return not exited.unfit and not (exited.given_up and not exited.incarnation)
-
-
-_MASKS = {"value"}
-"""Fields of a vote that are bit masks, not counters."""
-
-
-def number_problem(said: Message) -> str:
-    """Returns why a number in a request, at any depth, is too large to count on from; empty if none is. (Messages also
-    show the version after a reported one.)"""
-    for part, value in said.ListFields():
-        for one in value if isinstance(value, MutableSequence) else (value,):
-            if isinstance(one, Message):
-                if wrong := number_problem(one):
-                    return wrong
-            elif isinstance(one, int) and abs(one) > STEP_MAX and part.name not in _MASKS:
-                return f"{part.name} {one}: numbers go up to {STEP_MAX}"
-    return ""
 
 
 # --- effects: carried out in order, all idempotent ---

@@ -70,7 +70,7 @@ class LogServers:
     def inventory(self, address: str, job: str, cold: str = "") -> list[StreamSummary]:
         """Returns a summary of every stream of the job; empty for an unknown job. `cold`: of those that a lost server
         has moved there."""
-        return [_summary(stream) for stream in admin.inventory(address, job, self._timeout_s, cold)]
+        return [summary_of(stream) for stream in admin.inventory(address, job, self._timeout_s, cold)]
 
 
 def _words(address: str, job: str, error: SwiftError) -> str:
@@ -89,7 +89,7 @@ def _refusal(generation: int, address: str, job: str, error: SwiftError) -> m.Lo
     return m.LogsRefused(generation=generation, reason=reason, address=address, unfit=unfit)
 
 
-def _summary(stream: log_pb2.StreamInventory) -> StreamSummary:
+def summary_of(stream: log_pb2.StreamInventory) -> StreamSummary:
     return StreamSummary(
         stream=stream.stream,
         records=stream.records,

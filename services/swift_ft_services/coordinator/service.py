@@ -1,7 +1,7 @@
 """gRPC interface of the driver: validates requests, which are the commands, and converts refusals to status codes."""
 
 import math
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, MutableSequence
 from contextlib import asynccontextmanager
 from typing import Any, NoReturn
 
@@ -12,11 +12,12 @@ from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft._pb import coordinator_pb2_grpc as pb_grpc
 from swift_ft.errors import UsageError
 from swift_ft.log.protocol import REASON_KEY, Reason
+from swift_ft.log.record import STEP_MAX
 from swift_ft.rpc import views
 from swift_ft.rpc.codec import check_measured, of_view
 from swift_ft.text import WORLD_SIZE_MAX, check_name, text_of
 from swift_ft_services.coordinator import commands as m
-from swift_ft_services.coordinator.commands import Refusal, Refused, number_problem
+from swift_ft_services.coordinator.commands import Refusal, Refused
 from swift_ft_services.coordinator.driver import Driver, JobApart, NoSuchJob, TooMany
 from swift_ft_services.coordinator.job import Job
 from swift_ft_services.coordinator.log_calls import Unavailable, Unsure, check_address
@@ -82,6 +83,8 @@ TEXTS = {
     "inexact_reason": LONGEST_REASON,
 }
 """Field that is shown to people -> the most characters of it that are kept."""
+_MASKS = {"value"}
+"""Fields of a vote that are bit masks, not counters."""
 SHARE_WAIT_S_MAX = 2.0
 MACHINES_MAX = 1 << 12
 """Limit for one job."""
@@ -131,11 +134,10 @@ class Servicer(pb_grpc.CoordinatorServicer):
         return 0 if self.driver is None else self.driver.generation_of(job)
 
     async def Join(self, request: pb.JoinRequest, context: Context) -> pb.JoinReply:
-        _make_presentable(request)
         wrong = "" if request.member.incarnation else "a member needs an incarnation"
         if not 0 < request.world_size <= WORLD_SIZE_MAX:
             wrong = wrong or f"world size {request.world_size}: a job has 1 to {WORLD_SIZE_MAX} ranks"
-        if wrong := wrong or number_problem(request):
+        if wrong := wrong or problem_of(request):
             await self._abort_invalid(context, wrong)
         may_see = visit_of().covers
         async with self._answering(context, request.job):
@@ -248,9 +250,8 @@ class Servicer(pb_grpc.CoordinatorServicer):
     async def _applied(self, context: Context, request: m.Request) -> Job:
         """Returns the request's job once the changes are durable."""
         request.DiscardUnknownFields()  # the job keeps parts of some requests
-        if wrong := number_problem(request):
+        if wrong := problem_of(request):
             await self._abort_invalid(context, wrong)
-        _make_presentable(request)
         async with self._answering(context, request.job):
             return await self._driver.apply(request.job, request)
 
@@ -280,12 +281,20 @@ class Servicer(pb_grpc.CoordinatorServicer):
             await self._abort(context, error)
 
 
-def _make_presentable(request: Message) -> None:
+def problem_of(request: Message) -> str:
+    """Makes the texts of a request, at any depth, safe to show: shorter, and without control characters except newlines
+    and tabs. Returns why a number in it is too large to count on from; empty if none is. (Messages also show the
+    version after a reported one.)"""
     for part, value in request.ListFields():
         if part.name in TEXTS:
-            setattr(request, part.name, _said(value, TEXTS[part.name]))
-        elif isinstance(value, Message):
-            _make_presentable(value)
+            setattr(request, part.name, text_of(value[: TEXTS[part.name]]))
+        for one in value if isinstance(value, MutableSequence) else (value,):
+            if isinstance(one, Message):
+                if wrong := problem_of(one):
+                    return wrong
+            elif isinstance(one, int) and abs(one) > STEP_MAX and part.name not in _MASKS:
+                return f"{part.name} {one}: numbers go up to {STEP_MAX}"
+    return ""
 
 
 def _wrong_meeting(request: pb.MeetRequest) -> str:
@@ -305,8 +314,3 @@ def _wrong_meeting(request: pb.MeetRequest) -> str:
     if request.HasField("held") and not held.place < len(held.machines) <= request.machines_max:
         return "a place that it has had is one among machines"
     return ""
-
-
-def _said(text: str, length_max: int) -> str:
-    """Returns text that is safe to show: truncated, and without control characters except newlines and tabs."""
-    return text_of(text[:length_max])

@@ -452,10 +452,6 @@ class LostServers:
         self._take = take
         self._lock = threading.Lock()
 
-    def folder(self, job: str) -> str:
-        """Returns where this server has what it moves of a job."""
-        return self._storage.cold_folder(job)
-
     def job(self, job: str, cold: str) -> str:
         """Returns the name of the job that has these records; they are looked up the first time. Raises Refused."""
         name = f"{job}@{cold}"

@@ -125,12 +125,10 @@ class LogServicer:
             raise Refused(Reason.INVALID, "this server has no object store (--cold)")
         return self.engine.lost
 
-    def _folder(self, job: str) -> str:
-        return "" if self.engine.lost is None else self.engine.lost.folder(job)
-
     def fence(self, request: log_pb2.FenceRequest) -> log_pb2.FenceReply:
         self.engine.administration.fence(request.job, request.generation, request.held)
-        return log_pb2.FenceReply(generation=request.generation, cold=self._folder(request.job))
+        cold = self.engine.state.storage.cold_folder(request.job)
+        return log_pb2.FenceReply(generation=request.generation, cold=cold)
 
     def trim(self, request: log_pb2.TrimRequest) -> log_pb2.TrimReply:
         if request.cold:
@@ -141,7 +139,7 @@ class LogServicer:
 
     def reset(self, request: log_pb2.ResetRequest) -> log_pb2.ResetReply:
         self.engine.administration.reset(request.job, request.generation, request.number)
-        return log_pb2.ResetReply(cold=self._folder(request.job))
+        return log_pb2.ResetReply(cold=self.engine.state.storage.cold_folder(request.job))
 
     def status(self, request: log_pb2.StatusRequest) -> log_pb2.StatusReply:
         return self.engine.reading.status(request)

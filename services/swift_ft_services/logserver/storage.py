@@ -495,6 +495,16 @@ class DirectoryStorage:
                 raise
             self._disk.remove(path)
 
+    def _in_reserve(self, write: Callable[[], None]) -> None:
+        """Writes a small file, on a full disk in the reserve file's room."""
+        try:
+            write()
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            self._disk.remove(self.directory / RESERVE)
+            write()
+
     # -- writing --------------------------------------------------------------------------------------
 
     def commit(self, writes: Sequence[Write], sync: bool) -> list[Write]:
@@ -559,7 +569,8 @@ class DirectoryStorage:
             self._seal_idle(groups.keys())
             for stream, group in groups.items():
                 job = stream[0]
-                segment = self._segment_for(stream, group[0].sequence, sync)
+                sequence = group[0].sequence
+                segment = self._open_for(stream, sequence) or self._new_segment(stream, sequence, sync)
                 before.append((segment, segment.size, segment.tail))
                 placed.append((segment, segment.offsets_of(write.size for write in group)))
                 segment.write([part for write in group for part in write.frame])
@@ -603,9 +614,6 @@ class DirectoryStorage:
         except OSError as error:
             self._failed = f"a sync failed: {error.strerror}; replace the disk, then start again"
             raise StorageFailed(self._failed) from None
-
-    def _segment_for(self, stream: tuple[str, str], sequence: int, sync: bool) -> Segment:
-        return self._open_for(stream, sequence) or self._new_segment(stream, sequence, sync)
 
     def _open_for(self, stream: tuple[str, str], sequence: int) -> Segment | None:
         segments = self._streams.get(stream, [])
@@ -737,15 +745,9 @@ class DirectoryStorage:
         before = self._metas.get(job, JobMeta())
         with self._saves(job):
             try:
-                self._book.save(job, meta, uid)
+                self._in_reserve(lambda: self._book.save(job, meta, uid))
             except OSError as error:
-                if error.errno not in NO_SPACE:
-                    raise as_storage_error(error, job) from None
-                try:
-                    self._disk.remove(self.directory / RESERVE)
-                    self._book.save(job, meta, uid)
-                except OSError as again:
-                    raise as_storage_error(again, job) from None
+                raise as_storage_error(error, job) from None
             self._metas[job] = meta
         if (meta.reset_generation, meta.reset_number) != (before.reset_generation, before.reset_number):
             self._leave_dropped(job, meta)
@@ -844,7 +846,7 @@ class DirectoryStorage:
             if not is_there:
                 self._cold.remove(key)
                 return None
-            self._write_stub(stub_path(segment.path), stub)
+            self._in_reserve(lambda: replace_small_file(self._disk, stub_path(segment.path), stub))
             self._moved[segment.path] = key
             with self._writing:
                 with self._maps:
@@ -856,16 +858,6 @@ class DirectoryStorage:
                 self._objects_of_trimmed.append(segment)
         self._reserve()
         return stream[1], segment.next_sequence
-
-    def _write_stub(self, path: Path, data: bytes) -> None:
-        """Writes a stub, on a full disk in the reserve file's room."""
-        try:
-            replace_small_file(self._disk, path, data)
-        except OSError as error:
-            if error.errno not in NO_SPACE:
-                raise
-            self._disk.remove(self.directory / RESERVE)
-            replace_small_file(self._disk, path, data)
 
     def _first_hot(self, stream: tuple[str, str]) -> Segment | None:
         """Returns the stream's oldest segment on disk; None if it cannot be moved."""
@@ -933,7 +925,6 @@ class DirectoryStorage:
             self._cold.remove(key)
 
     def cold_folder(self, job: str) -> str:
-        """Returns where the job's moved segments are; empty if none are moved."""
         meta = self._metas.get(job)
         return folder_of(meta) if self._cold is not None and meta is not None else ""
 

@@ -86,6 +86,9 @@ class Storage(Protocol):
 
     def save(self, job: str, meta: JobMeta) -> None: ...
 
+    def cold_folder(self, job: str) -> str:
+        """Returns where the job's moved segments are; empty if none are moved."""
+
     def remove(self, job: str, stream: str, below_sequence: int) -> int:
         """Frees the space of sequences below, which the manifest records as dropped. Returns the freed bytes."""
 

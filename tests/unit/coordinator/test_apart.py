@@ -9,7 +9,6 @@ import pytest
 
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.log.record import STEP_MAX
-from swift_ft_services.coordinator import commands as m
 from swift_ft_services.coordinator import job as core
 from swift_ft_services.coordinator.commands import Refusal
 from swift_ft_services.coordinator.driver import ERRORS_MAX, WITHIN_S, Driver, JobApart
@@ -17,7 +16,7 @@ from swift_ft_services.coordinator.endings import RUNS_KEPT
 from swift_ft_services.coordinator.job_record import State
 from swift_ft_services.coordinator.log_calls import Unavailable
 from swift_ft_services.coordinator.restarts import note_run
-from swift_ft_services.coordinator.service import Servicer
+from swift_ft_services.coordinator.service import Servicer, problem_of
 from swift_ft_services.coordinator.views import FENCED_SHOWN, view_of
 from tests.memory_store import MemoryStore
 from tests.unit.coordinator.driver_world import (
@@ -252,9 +251,9 @@ def test_a_number_from_which_nobody_can_count_on_is_refused(call: str, request_:
 
 def test_all_bits_may_be_voted_with() -> None:
     vote = pb.VoteRequest(**sender(), generation=1, number=0, kind=pb.AGREE, value=(1 << 63) - 1)
-    assert m.number_problem(vote) == ""
+    assert problem_of(vote) == ""
     vote.number = STEP_MAX + 1
-    assert m.number_problem(vote) == f"number {STEP_MAX + 1}: numbers go up to {STEP_MAX}"
+    assert problem_of(vote) == f"number {STEP_MAX + 1}: numbers go up to {STEP_MAX}"
 
 
 @scenario

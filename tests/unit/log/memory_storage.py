@@ -50,6 +50,9 @@ class MemoryStorage:
             raise FileNotFoundError(f"record {sequence}")
         return Place(Path(job, stream, str(sequence)), 0, sequence + 1)
 
+    def cold_folder(self, job: str) -> str:
+        return ""
+
     def descriptor(self, place: Place) -> int:
         raise OSError("there is no file")
 
