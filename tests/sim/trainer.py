@@ -15,7 +15,7 @@ from swift_ft.log.frame import decode_header, decode_record
 from swift_ft.log.protocol import Reason, split_frames
 from swift_ft.log.record import RecordKey, Steps, boundary, declared
 from swift_ft_services.coordinator import commands as m
-from swift_ft_services.coordinator.commands import Refusal, Refused
+from swift_ft_services.coordinator.commands import Fenced, Invalid, Refusal
 from swift_ft_services.logserver.core import Refusal as LogRefusal
 from tests.sim.checkers import Violation, body_of, first_state, next_state, output
 from tests.sim.control import Coordinator, Shown
@@ -111,11 +111,11 @@ class Trainer(Process):
     def _heard(
         self, refusal: Refusal | None, answer: Callable[[Refusal | None], None], shown: Shown | None
     ) -> None:
-        if refusal is not None and refusal.kind is Refused.FENCED:
+        if isinstance(refusal, Fenced):
             self.kernel.count("fenced process told so")
             self.alive = False
             return
-        if refusal is not None and refusal.kind is Refused.INVALID:
+        if isinstance(refusal, Invalid):
             raise Violation("protocol", f"{self.name} said something impossible: {refusal}")
         if shown is not None:
             self.see(shown)

@@ -4,7 +4,6 @@ A command of a member, a launcher or an operator is the request itself (`Request
 has accepted it. The classes here are those that are no request: the driver's, and the log servers' answers.
 """
 
-import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -226,18 +225,21 @@ Effect = Persist | PublishView | FenceLogs | FetchInventory | ResetLogs | TrimLo
 # --- refusals: the row is unchanged ---
 
 
-class Refused(enum.Enum):
-    """Kinds of refusal."""
-
-    FENCED = "the sender does not hold its rank"
-    MISMATCH = "configuration or fingerprint differs, or the job is over"
-    TAKEN = "the rank has a live holder"
-    INVALID = "the command makes no sense now"
-
-
 class Refusal(Exception):
     """A command was rejected. The message is for the sender."""
 
-    def __init__(self, kind: Refused, message: str) -> None:
-        super().__init__(message)
-        self.kind = kind
+
+class Fenced(Refusal):
+    """The sender does not hold its rank."""
+
+
+class Mismatch(Refusal):
+    """Configuration or fingerprint differs, or the job is over."""
+
+
+class Taken(Refusal):
+    """The rank has a live holder."""
+
+
+class Invalid(Refusal):
+    """The command makes no sense now."""

@@ -27,7 +27,7 @@ from typing import Any
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft_services.coordinator import commands as m
 from swift_ft_services.coordinator.checks import check_holder, is_stale
-from swift_ft_services.coordinator.commands import Effect, Refusal, Refused
+from swift_ft_services.coordinator.commands import Effect, Invalid
 from swift_ft_services.coordinator.endings import launcher_code
 from swift_ft_services.coordinator.job import Job
 from swift_ft_services.coordinator.job_record import (
@@ -115,7 +115,7 @@ class CommunicatorJob(Job):
             case _ if isinstance(command, _TAKEN_BY_ALL):
                 return super()._take(command, now)
         what = m.name_of(command)
-        raise Refusal(Refused.INVALID, f"job {self.row.job} is a communicator's, which knows no {what}")
+        raise Invalid(f"job {self.row.job} is a communicator's, which knows no {what}")
 
     def resume(self) -> list[Effect]:
         return []
@@ -191,13 +191,13 @@ class CommunicatorJob(Job):
         if is_stale(row, vote) or row.state.is_over:
             return []
         if row.holders[slot].member != row.taking_part.get(slot):
-            raise Refusal(Refused.INVALID, f"rank {slot} takes no part in generation {row.generation} yet")
+            raise Invalid(f"rank {slot} takes no part in generation {row.generation} yet")
         if vote.number > self._next:
-            raise Refusal(Refused.INVALID, f"decision {vote.number} comes after {self._next}, which is open")
+            raise Invalid(f"decision {vote.number} comes after {self._next}, which is open")
         if vote.number < self._next or slot in self._votes:
             return []  # repeated
         if vote.kind == pb.BUILT and row.state is State.RUNNING:
-            raise Refusal(Refused.INVALID, f"the groups of generation {row.generation} are built already")
+            raise Invalid(f"the groups of generation {row.generation} are built already")
         vote.acknowledged[:] = sorted(row.taking_part.keys() & vote.acknowledged)
         self._votes[slot] = vote
         if vote.kind == pb.BUILT and not vote.value:

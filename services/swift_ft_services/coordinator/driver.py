@@ -29,7 +29,7 @@ from swift_ft.text import LASTING_KEYS
 from swift_ft_services.coordinator import commands as m
 from swift_ft_services.coordinator import restarts
 from swift_ft_services.coordinator.checks import is_stale
-from swift_ft_services.coordinator.commands import Refusal, Refused
+from swift_ft_services.coordinator.commands import Invalid, Refusal
 from swift_ft_services.coordinator.communicators import job_class
 from swift_ft_services.coordinator.job import Job
 from swift_ft_services.coordinator.job_record import (
@@ -328,7 +328,7 @@ class Sharing:
         size = self._bytes + more
         for key, value in made.items():
             if not key:
-                raise Refusal(Refused.INVALID, "a key without a name")
+                raise Invalid("a key without a name")
             old = self._shared.get(key)
             if old is not None:
                 size -= _size(key, old.value)
@@ -336,10 +336,9 @@ class Sharing:
                 size += _size(key, value)
         most = min(BYTES_EVER_MAX, BYTES_MAX + BYTES_PER_RANK * self.members)
         if size > max(most, self._bytes):
-            raise Refusal(
-                Refused.INVALID,
+            raise Invalid(
                 f"{size} bytes of keys, each with {ENTRY_BYTES} more than it has: the {self.members} ranks of this job "
-                f"share at most {most}",
+                f"share at most {most}"
             )
 
     def _put(self, key: str, value: bytes | None) -> None:
@@ -400,7 +399,7 @@ def _changed(change: pb.SharedChange, value: bytes | None) -> bytes | None:
             return change.swap.desired if swaps else value
         case "delete":
             return None
-    raise Refusal(Refused.INVALID, f"nothing is to be done with {change.key}")
+    raise Invalid(f"nothing is to be done with {change.key}")
 
 
 def _sum(change: pb.SharedChange, value: bytes | None) -> bytes:
@@ -409,7 +408,7 @@ def _sum(change: pb.SharedChange, value: bytes | None) -> bytes:
         total = int(value or b"0") + change.add
         if -_INT64 <= total < _INT64:
             return b"%d" % total
-    raise Refusal(Refused.INVALID, f"{change.key} is no number that {change.add} can be added to")
+    raise Invalid(f"{change.key} is no number that {change.add} can be added to")
 
 
 # Meeting of a job's machines that were given no number (`swift-ft run` without `--node-rank`).
@@ -519,22 +518,18 @@ class Meeting:
 
     def _check(self, request: pb.MeetRequest) -> None:
         if len(self._launchers) >= MACHINES_MAX:
-            raise Refusal(Refused.INVALID, f"{MACHINES_MAX} machines are here: no more")
+            raise Invalid(f"{MACHINES_MAX} machines are here: no more")
         for other in self._launchers.values():
             wanted = (other.request.machines_min, other.request.machines_max)
             mine = (request.machines_min, request.machines_max)
             if mine != wanted:
-                raise Refusal(
-                    Refused.INVALID,
-                    f"--nnodes is {_range(mine)} here and {_range(wanted)} on another machine",
-                )
+                raise Invalid(f"--nnodes is {_range(mine)} here and {_range(wanted)} on another machine")
             break
         free = {place.machine.ranks for place in self._places if place.run is None}
         if free and request.machine.ranks not in free and not request.HasField("held"):
             ranks = ", ".join(map(str, sorted(free)))
-            raise Refusal(
-                Refused.INVALID,
-                f"--nproc-per-node is {request.machine.ranks} here, and was {ranks} on the machine that was lost",
+            raise Invalid(
+                f"--nproc-per-node is {request.machine.ranks} here, and was {ranks} on the machine that was lost"
             )
 
     def _reclaim(self, request: pb.MeetRequest) -> str:

@@ -37,7 +37,7 @@ from swift_ft_services.coordinator.checks import (
     check_ready,
     is_stale,
 )
-from swift_ft_services.coordinator.commands import Effect, Refusal, Refused
+from swift_ft_services.coordinator.commands import Effect, Invalid
 from swift_ft_services.coordinator.endings import (
     UNLIKE_CODE,
     Setbacks,
@@ -428,7 +428,7 @@ class Job:
                 check_change(self.row, command)
                 return self._change_log_servers(command, now)
             case pb.RevokeRequest() | pb.VoteRequest():
-                raise Refusal(Refused.INVALID, f"job {self.row.job} is a session's, not a communicator's")
+                raise Invalid(f"job {self.row.job} is a session's, not a communicator's")
 
     def resume(self) -> list[Effect]:
         """Returns the effects of the current state again, after a restart of the coordinator."""
@@ -549,7 +549,7 @@ class Job:
         if self._is_stale(said, now) or row.state in (State.RECOVERING, State.RUNNING) or row.state.is_over:
             return []
         if row.state is not State.PLANNING:
-            raise Refusal(Refused.INVALID, f"a report in state {row.state}: wait for PLANNING")
+            raise Invalid(f"a report in state {row.state}: wait for PLANNING")
         holder = row.holders[said.rank]
         report = report_of(said, holder)
         if row.plan is not None or row.reports.get(holder.rank) == report:
@@ -644,7 +644,7 @@ class Job:
         row = self.row
         check_holder(self.row, finish)
         if row.state is State.FORMING:
-            raise Refusal(Refused.INVALID, "finish before the job runs")
+            raise Invalid("finish before the job runs")
         if row.state is not State.RUNNING or finish.rank in row.finished or finish.rank in row.vacant:
             return []
         rank = finish.rank

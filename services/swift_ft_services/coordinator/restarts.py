@@ -19,7 +19,7 @@ from swift_ft.planner import Refusals
 from swift_ft.rpc.codec import optional
 from swift_ft.rpc.views import ADOPTED, STARTED_AGAIN
 from swift_ft_services.coordinator import planning
-from swift_ft_services.coordinator.commands import Refusal, Refused
+from swift_ft_services.coordinator.commands import Fenced, Invalid, Mismatch
 from swift_ft_services.coordinator.endings import RUNS_KEPT
 from swift_ft_services.coordinator.job_record import JobRow, LogServer, Origin, State
 
@@ -57,25 +57,23 @@ def check_start(row: JobRow, join: pb.JoinRequest) -> None:
     """Raises Refusal if the checkpoints of the job do not fit the new start, or the process may not join."""
     if unlike := _unlike(row, join, KIND):
         name, before, now = unlike
-        raise _refusal(
+        raise Mismatch(
             f"job {row.job} is over and cannot go on: its checkpoints are of {name} {before}, rank {join.member.rank} "
             f"says {now}: make them equal, or start it under another name"
         )
     newest = max(row.checkpoints, default=-1)
     if lacking := planning.lacking(row, newest, join.config):
-        raise _refusal(
+        raise Mismatch(
             f"job {row.job} is over and cannot go on from its checkpoint of version {newest}: {lacking}; start it "
             "under another name"
         )
     if not 0 <= join.member.rank < row.world_size:
-        raise Refusal(Refused.INVALID, f"rank {join.member.rank} is not one of 0 to {row.world_size - 1}")
+        raise Invalid(f"rank {join.member.rank} is not one of 0 to {row.world_size - 1}")
     if any(
         holder.incarnation == join.member.incarnation
         for holder in (*row.fenced.values(), *row.holders.values())
     ):
-        raise Refusal(
-            Refused.FENCED, f"this process was rank {join.member.rank} before job {row.job} was over"
-        )
+        raise Fenced(f"this process was rank {join.member.rank} before job {row.job} was over")
 
 
 def note_run(row: JobRow, run: str, rank: int) -> None:
@@ -167,26 +165,26 @@ def chosen(name: str, other_name: str, other: JobRow | None, join: pb.JoinReques
     """Returns the checkpoint that job `name` begins from. `other`: None if there is no such job, or the caller may not
     know of it. Raises Refusal if the job cannot begin from it."""
     if name == other_name:
-        raise _refusal(f"job {name} goes on from its own checkpoints: leave --from-job out")
+        raise Mismatch(f"job {name} goes on from its own checkpoints: leave --from-job out")
     if other is None:
-        raise _refusal(
+        raise Mismatch(
             f"--from-job {other_name}: this coordinator has no such job (swift-ft jobs lists them)"
         )
     if not other.checkpoints:
-        raise _refusal(f"--from-job {other_name}: no checkpoint of it is complete")
+        raise Mismatch(f"--from-job {other_name}: no checkpoint of it is complete")
     if unlike := _unlike(other, join):
         what, theirs, ours = unlike
-        raise _refusal(
+        raise Mismatch(
             f"--from-job {other_name}: its checkpoints are of {what} {theirs}, job {name} has {ours}: make them equal"
         )
     version = join.from_version if join.HasField("from_version") else max(other.checkpoints)
     if version not in other.checkpoints:
         there = " and ".join(map(str, other.checkpoints))
-        raise _refusal(
+        raise Mismatch(
             f"--from-version {version}: the complete checkpoints of job {other_name} are of version {there}"
         )
     if lacking := planning.lacking(other, version, join.config):
-        raise _refusal(f"--from-job {other_name} --from-version {version}: {lacking}")
+        raise Mismatch(f"--from-job {other_name} --from-version {version}: {lacking}")
     inexact = other.inexact_since is not None and other.inexact_since <= version
     return Origin(job=other_name, version=version, inexact=other.inexact_reason if inexact else "")
 
@@ -215,17 +213,17 @@ def adopted(name: str, row: JobRow | None, join: pb.JoinRequest) -> Origin | Non
             return before
         if join.adopts and not join.from_job:
             why = found.problem or "none is complete"
-            raise _refusal(f"--from-checkpoints: there is no checkpoint of job {name} to go on from: {why}")
+            raise Mismatch(f"--from-checkpoints: there is no checkpoint of job {name} to go on from: {why}")
         return None
     newest, place = found.versions[-1], found.place
     if not join.adopts and not (before is not None and before.job == name):
-        raise _refusal(
+        raise Mismatch(
             f"this coordinator does not know job {name}, and {place} has its checkpoint of step {newest}: to go on "
             f"there say --from-checkpoints {place}, to begin at step 0 give the job another name"
         )
     if unlike := _unlike(found, join):
         what, theirs, ours = unlike
-        raise _refusal(
+        raise Mismatch(
             f"--from-checkpoints: the checkpoints in {place} are of {what} {theirs}, job {name} has {ours}: make them "
             "equal"
         )
@@ -282,7 +280,7 @@ def check_origin(row: JobRow, join: pb.JoinRequest) -> None:
         return
     began = "at step 0" if origin is None else f"with version {origin.version} of job {origin.job}"
     asked = join.from_job if version is None else f"{join.from_job} --from-version {version}"
-    raise _refusal(
+    raise Mismatch(
         f"rank {join.member.rank} says --from-job {asked}, and job {row.job} began {began}: say the same, leave it "
         "out, or give the job another name"
     )
@@ -296,7 +294,3 @@ def _unlike(
     usual = {**LASTING, **(more or {})}
     wanted += [(key, row.config.get(key, no), join.config.get(key, no)) for key, no in usual.items()]
     return next((one for one in wanted if one[1] != one[2]), None)
-
-
-def _refusal(words: str) -> Refusal:
-    return Refusal(Refused.MISMATCH, words)

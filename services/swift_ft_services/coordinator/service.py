@@ -17,7 +17,7 @@ from swift_ft.rpc import views
 from swift_ft.rpc.codec import check_measured, of_view
 from swift_ft.text import WORLD_SIZE_MAX, check_name, text_of
 from swift_ft_services.coordinator import commands as m
-from swift_ft_services.coordinator.commands import Refusal, Refused
+from swift_ft_services.coordinator.commands import Fenced, Invalid, Mismatch, Taken
 from swift_ft_services.coordinator.driver import Driver, JobApart, NoSuchJob, TooMany
 from swift_ft_services.coordinator.job import Job
 from swift_ft_services.coordinator.log_calls import Unavailable, Unsure, check_address
@@ -89,16 +89,13 @@ SHARE_WAIT_S_MAX = 2.0
 MACHINES_MAX = 1 << 12
 """Limit for one job."""
 MEET_S_MAX = 3600.0
-CODES = {
-    Refused.FENCED: grpc.StatusCode.FAILED_PRECONDITION,
-    Refused.MISMATCH: grpc.StatusCode.FAILED_PRECONDITION,
-    Refused.TAKEN: grpc.StatusCode.ALREADY_EXISTS,
-    Refused.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
-}
-
 KINDS = (pb.BUILT, pb.AGREE, pb.SHRINK, pb.GROW)
 """Kinds that a member may vote for."""
 FAILURES: Mapping[type[Exception], tuple[grpc.StatusCode, str]] = {
+    Fenced: (grpc.StatusCode.FAILED_PRECONDITION, "fenced"),
+    Mismatch: (grpc.StatusCode.FAILED_PRECONDITION, "mismatch"),
+    Taken: (grpc.StatusCode.ALREADY_EXISTS, "taken"),
+    Invalid: (grpc.StatusCode.INVALID_ARGUMENT, "invalid"),
     NoSuchJob: (grpc.StatusCode.NOT_FOUND, "no_such_job"),
     JobApart: (grpc.StatusCode.DATA_LOSS, Reason.APART.value),
     TooMany: (grpc.StatusCode.RESOURCE_EXHAUSTED, Reason.LIMIT.value),
@@ -106,7 +103,6 @@ FAILURES: Mapping[type[Exception], tuple[grpc.StatusCode, str]] = {
     Unsure: (grpc.StatusCode.UNAVAILABLE, "unavailable"),
 }
 """What the driver raises -> the status of the call, and the reason that is counted."""
-REFUSED: tuple[type[Exception], ...] = (Refusal, *FAILURES)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -256,13 +252,10 @@ class Servicer(pb_grpc.CoordinatorServicer):
             return await self._driver.apply(request.job, request)
 
     async def _abort_invalid(self, context: Context, wrong: str) -> NoReturn:
-        await self._abort(context, Refusal(Refused.INVALID, wrong[:LONGEST_REASON]))
+        await self._abort(context, Invalid(wrong[:LONGEST_REASON]))
 
     async def _abort(self, context: Context, error: Exception) -> NoReturn:
-        if isinstance(error, Refusal):
-            code, reason = CODES[error.kind], error.kind.name.lower()
-        else:
-            code, reason = FAILURES[type(error)]
+        code, reason = FAILURES[type(error)]
         self._refused(reason)
         trailers = ((REASON_KEY, reason),) if reason in (Reason.APART, Reason.LIMIT) else ()
         await context.abort(code, str(error), trailers)
@@ -277,7 +270,7 @@ class Servicer(pb_grpc.CoordinatorServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         try:
             yield
-        except REFUSED as error:
+        except tuple(FAILURES) as error:
             await self._abort(context, error)
 
 

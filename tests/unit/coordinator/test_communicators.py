@@ -15,7 +15,7 @@ import pytest
 
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft_services.coordinator import commands as m
-from swift_ft_services.coordinator.commands import Refusal, Refused
+from swift_ft_services.coordinator.commands import Fenced, Refusal, Taken
 from swift_ft_services.coordinator.communicators import CONFIG, CommunicatorJob, job_class
 from swift_ft_services.coordinator.job import Job
 from swift_ft_services.coordinator.job_record import State
@@ -124,7 +124,7 @@ class World:
                 request = join(me.rank, me.incarnation, world_size=self.size, config={CONFIG: "1"})
                 self.tell(me, m.Join(request))
             except Refusal as refusal:
-                if refusal.kind is not Refused.TAKEN and not self.over():
+                if not isinstance(refusal, Taken) and not self.over():
                     raise
             yield
 
@@ -208,7 +208,7 @@ class World:
         try:
             effects = self.job.step(command, self.now)
         except Refusal as refusal:
-            if sender is not None and refusal.kind is Refused.FENCED:
+            if sender is not None and isinstance(refusal, Fenced):
                 return True  # it hears that it is lost
             raise
         for effect in effects:

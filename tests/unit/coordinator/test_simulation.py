@@ -21,7 +21,7 @@ from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.log.record import boundary
 from swift_ft.planner import StreamSummary
 from swift_ft_services.coordinator import commands as m
-from swift_ft_services.coordinator.commands import Refusal, Refused
+from swift_ft_services.coordinator.commands import Fenced, Invalid, Refusal
 from swift_ft_services.coordinator.job import Job
 from swift_ft_services.coordinator.job_record import LEGAL, JobRow, LogServer, State
 from swift_ft_services.coordinator.timeouts import Timing
@@ -245,7 +245,7 @@ class Simulation(Followers, RuleBasedStateMachine):
         try:
             assert self.job.step(command, self.now) == []
         except Refusal as refusal:
-            if refusal.kind is not Refused.FENCED:
+            if not isinstance(refusal, Fenced):
                 raise
         else:
             assert self.holds(process), "a fenced process was heard"
@@ -344,12 +344,12 @@ class Simulation(Followers, RuleBasedStateMachine):
         try:
             self.say(command, crash)
         except Refusal as refusal:
-            if refusal.kind is Refused.FENCED:
+            if isinstance(refusal, Fenced):
                 assert not self.holds(process), "the holder was fenced"
                 process.alive = False
                 self.unreported.append(process)
                 return False
-            if refusal.kind is Refused.INVALID:
+            if isinstance(refusal, Invalid):
                 raise
             return False
         return True

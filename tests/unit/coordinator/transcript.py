@@ -114,7 +114,7 @@ class World:
                 return self.step(self.request(REQUESTS[name], **arguments))
             return list(getattr(self, f"do_{name}")(**arguments))
         except Refusal as refusal:
-            return [f"{refusal.kind.name}: {refusal}"]
+            return [f"{type(refusal).__name__.upper()}: {refusal}"]
 
     def do_servers(self, number: str, copies: str = "1") -> list[str]:
         self.servers, self.copies = int(number), int(copies)
