@@ -32,10 +32,8 @@ from swift_ft_services.coordinator.endings import launcher_code
 from swift_ft_services.coordinator.job import Job
 from swift_ft_services.coordinator.job_record import (
     JobRow,
-    LogServer,
     State,
 )
-from swift_ft_services.coordinator.timeouts import Timing
 
 CONFIG = "communicator"
 """Entry of a job's configuration that is "1" for a communicator."""
@@ -89,13 +87,7 @@ class CommunicatorJob(Job):
         State.FAILED: frozenset({State.FORMING}),
         State.STOPPED: frozenset({State.FORMING}),
     }
-
-    @classmethod
-    def create(
-        cls, job: str, log_servers: list[LogServer], join: m.Join, timing: Timing, now: float, copies: int = 1
-    ) -> "Job":
-        """Creates the job without the coordinator's log servers, which it does not need."""
-        return super().create(job, [], join, timing, now, copies)
+    uses_log = False
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)

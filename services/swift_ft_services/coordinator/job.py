@@ -108,6 +108,8 @@ class Job:
 
     legal: Mapping[State, frozenset[State]] = LEGAL
     """State -> the states that may follow it."""
+    uses_log = True
+    """False: the job has no log servers."""
 
     @classmethod
     def create(
@@ -115,7 +117,7 @@ class Job:
     ) -> "Job":
         """Creates a job from its first Join, which is then passed to `step`. Raises Refusal if it is invalid."""
         check_first(join.request)
-        row = first_row(job, log_servers, join.request, copies)
+        row = first_row(job, log_servers if cls.uses_log else [], join.request, copies)
         begin_at_checkpoint(row, join.origin)
         return cls(row, timing, now, log_servers)
 
@@ -133,7 +135,7 @@ class Job:
         self.changes = Changes(row, stored=stored)
         """Parts of the row that are not durable yet."""
         self._entered = (row.state, row.generation) if stored else None
-        self._log_servers = log_servers
+        self._log_servers = log_servers if self.uses_log else ()
         self.steps = StepClock(timing)
         self.checkpoints = CheckpointTracker(row, self.steps, timing)
         self.places = Places(row, timing, now)

@@ -69,18 +69,10 @@ def _readers(view: pb.View, before: _Made | None) -> frozenset[int]:
 LONGEST_REASON = 2000
 LONGEST_ID = 128
 TEXTS = {
-    "reason": LONGEST_REASON,
-    "difference": LONGEST_REASON,
-    "why_not": LONGEST_REASON,
-    "unfit": LONGEST_REASON,
-    "run": LONGEST_ID,
-    "label": LONGEST_ID,
-    "host": LONGEST_ID,
-    "lost": LONGEST_ID,
-    "add_host": LONGEST_ID,
-    "place": LONGEST_REASON,
-    "problem": LONGEST_REASON,
-    "inexact_reason": LONGEST_REASON,
+    **dict.fromkeys(
+        ("reason", "difference", "why_not", "unfit", "place", "problem", "inexact_reason"), LONGEST_REASON
+    ),
+    **dict.fromkeys(("run", "label", "host", "lost", "add_host"), LONGEST_ID),
 }
 """Field that is shown to people -> the most characters of it that are kept."""
 _MASKS = {"value"}

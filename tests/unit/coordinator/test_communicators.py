@@ -18,7 +18,7 @@ from swift_ft_services.coordinator import commands as m
 from swift_ft_services.coordinator.commands import Fenced, Refusal, Taken
 from swift_ft_services.coordinator.communicators import CONFIG, CommunicatorJob, job_class
 from swift_ft_services.coordinator.job import Job
-from swift_ft_services.coordinator.job_record import State
+from swift_ft_services.coordinator.job_record import LogServer, State
 from swift_ft_services.coordinator.timeouts import Timing
 from swift_ft_services.coordinator.views import view_of
 from tests.unit.coordinator.driver_world import join
@@ -317,3 +317,20 @@ def test_the_coordinator_may_be_ended_before_every_effect():
         world = World(3, 11)
         world.kill_at, world.crash_at = (40, 1), effect
         world.run()
+
+
+def test_a_job_without_a_log_gets_no_log_servers_when_it_is_started_again_by_another_coordinator():
+    world = World(1, 0)
+    world.run()
+    job = CommunicatorJob(read(world.stored), TIMING, world.now, [LogServer(address="l0")], stored=True)
+
+    again = pb.JoinRequest(
+        job="j",
+        world_size=1,
+        config=world.row.config,
+        run="another",
+        member=pb.Member(rank=0, incarnation="new", pid=2, host="h"),
+    )
+    job.step(m.Join(again), world.now)
+
+    assert (job.row.state, job.row.log_servers) == (State.FORMING, [])
