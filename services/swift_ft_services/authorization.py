@@ -33,7 +33,7 @@ from swift_ft import events
 from swift_ft.credentials import AUTHORIZATION, BEARER
 from swift_ft.errors import UsageError
 from swift_ft.files import open_regular
-from swift_ft.log.protocol import REASON_KEY, Reason
+from swift_ft.log.protocol import KINDS, REASON_KEY, Reason
 from swift_ft.tokens import EVERY_JOB, MAY_CALL, Authority, Grant, NotAuthenticated
 from swift_ft_services.threads import Threads
 
@@ -456,15 +456,16 @@ class Denied(Exception):
 
     def __init__(
         self,
-        code: grpc.StatusCode,
         reason: Reason,
         message: str,
         grant: Grant | None = None,
         job: str = "",
+        code: grpc.StatusCode | None = None,
     ) -> None:
+        """``code``: None: the reason's."""
         super().__init__(message)
-        self.code = code
         self.reason = reason
+        self.code = code or KINDS[reason].status
         self.message = message
         self.grant = grant
         self.job = job or (grant.job if grant else "")
@@ -483,7 +484,7 @@ def _left_behind(grant: Grant, job: str) -> Denied:
         f"the token is bound to generation {grant.generation_max or 0}, which this is not: put one that is not bound "
         "into its file (swift-ft token without --generation)"
     )
-    return Denied(grpc.StatusCode.PERMISSION_DENIED, Reason.DENIED, message, grant, job)
+    return Denied(Reason.DENIED, message, grant, job)
 
 
 class Gate:
@@ -517,12 +518,12 @@ class Gate:
         visit = Visit(self, method, _bearer(metadata))
         grant = visit.grant()
         if not grant.roles & MAY_CALL.get(method, frozenset()):
-            raise Denied(grpc.StatusCode.PERMISSION_DENIED, Reason.DENIED, _NOT_ALLOWED, grant)
+            raise Denied(Reason.DENIED, _NOT_ALLOWED, grant)
         return visit
 
     def grant(self, token: str) -> Grant:
         assert self._authority is not None
-        unauthenticated = partial(Denied, grpc.StatusCode.UNAUTHENTICATED, Reason.UNAUTHENTICATED)
+        unauthenticated = partial(Denied, Reason.UNAUTHENTICATED)
         if not token:
             raise unauthenticated("a token is needed: name its file in SWIFT_TOKEN_FILE")
         try:
@@ -601,11 +602,11 @@ class Visit:
         if self._gate.is_too_often(None if self._gate.is_open else self.grant(), address):
             limit = self._gate.limits.per_token_s
             message = f"more than {limit:g} calls a second with one token: --calls-per-token-s allows no more"
-            raise Denied(grpc.StatusCode.RESOURCE_EXHAUSTED, Reason.LIMIT, message)
+            raise Denied(Reason.LIMIT, message)
         if not self._gate.came(address, kind):
             limit = self._gate.limits.per_peer
             message = f"{limit} calls are under way from this address: --calls-per-peer allows no more"
-            raise Denied(grpc.StatusCode.RESOURCE_EXHAUSTED, Reason.LIMIT, message)
+            raise Denied(Reason.LIMIT, message)
         self._peer = address
         self._counted.append((address, kind))
 
@@ -619,13 +620,11 @@ class Visit:
         limit = self._gate.limits.request_bytes_max
         if len(data) > limit:
             message = f"a request of {len(data)} bytes: at most {limit} are taken"
-            raise Denied(grpc.StatusCode.RESOURCE_EXHAUSTED, Reason.OVERSIZE, message)
+            raise Denied(Reason.OVERSIZE, message)
         try:
             request = deserialize(data)
         except DecodeError:
-            raise Denied(
-                grpc.StatusCode.INVALID_ARGUMENT, Reason.INVALID, "not a request of this call"
-            ) from None
+            raise Denied(Reason.INVALID, "not a request of this call") from None
         self.check_limits(request)
         job = getattr(request, "job", "")
         if hasattr(request, "job"):  # else it concerns all jobs that the token covers: see `covers`
@@ -636,7 +635,7 @@ class Visit:
     @staticmethod
     def check_limits(request: Message) -> None:
         if wrong := problem(request):
-            raise Denied(grpc.StatusCode.INVALID_ARGUMENT, Reason.OVERSIZE, wrong)
+            raise Denied(Reason.OVERSIZE, wrong, code=grpc.StatusCode.INVALID_ARGUMENT)
 
     def check(self, job: str, generation: int = 0) -> None:
         """Raises Denied unless the token covers this job and this generation."""
@@ -644,7 +643,7 @@ class Visit:
             return
         grant = self.grant()
         if not grant.covers(job):
-            raise Denied(grpc.StatusCode.PERMISSION_DENIED, Reason.DENIED, _NOT_ALLOWED, grant, job)
+            raise Denied(Reason.DENIED, _NOT_ALLOWED, grant, job)
         if not grant.covers(job, generation):
             raise _left_behind(grant, job)
         if grant.generation_max is not None:

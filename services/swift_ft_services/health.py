@@ -58,15 +58,15 @@ class Health:
     def _answer(self, data: bytes, context: Any) -> health_pb2.HealthCheckResponse:
         if len(data) > REQUEST_BYTES_MAX:
             message = f"a request of {len(data)} bytes: names here are short"
-            raise Denied(grpc.StatusCode.RESOURCE_EXHAUSTED, Reason.OVERSIZE, message)
+            raise Denied(Reason.OVERSIZE, message)
         try:
             name = health_pb2.HealthCheckRequest.FromString(data).service
         except DecodeError:
             message = "not a request of this call"
-            raise Denied(grpc.StatusCode.INVALID_ARGUMENT, Reason.INVALID, message) from None
+            raise Denied(Reason.INVALID, message) from None
         serving = self._serving.get(name)
         if serving is None:
-            raise Denied(grpc.StatusCode.NOT_FOUND, Reason.UNKNOWN, "there is no such service here")
+            raise Denied(Reason.UNKNOWN, "there is no such service here")
         version, now = metadata.version("swift-ft"), f"{time.time():.6f}"
         about = ((VERSION_KEY, version), (TIME_KEY, now), (SECURITY_KEY, self._shown))
         context.set_trailing_metadata((*about, *self.more))

@@ -57,7 +57,7 @@ class SyncGate(grpc.ServerInterceptor):
                 holder = visit.holder
             lane = self._lanes.of(method)
             if not lane.threads.ready():  # gRPC submits the call next, in this thread
-                raise Denied(grpc.StatusCode.UNAVAILABLE, Reason.BUSY, NONE_LEFT)
+                raise Denied(Reason.BUSY, NONE_LEFT)
             call = lane.admit(holder)
             if call is None:
                 raise _no_room(lane)
@@ -89,7 +89,7 @@ def _no_room(lane: Lane) -> Denied:
         f"{lane.limits.calls} calls of this kind ({lane.name}) are under way, or with tokens of this job "
         f"{lane.share}: no more are taken"
     )
-    return Denied(grpc.StatusCode.RESOURCE_EXHAUSTED, Reason.LIMIT, message)
+    return Denied(Reason.LIMIT, message)
 
 
 @contextmanager
@@ -119,7 +119,7 @@ def _enter(visit: Visit | None, call: Call, context: Any) -> None:
 def _request(handler: Handler, visit: Visit | None, call: Call, requests: Iterator[bytes]) -> Any:
     data = call.first(requests)
     if data is None:
-        raise Denied(grpc.StatusCode.INVALID_ARGUMENT, Reason.INVALID, "not a request of this call")
+        raise Denied(Reason.INVALID, "not a request of this call")
     return data if visit is None else visit.parse(data, handler.request_deserializer)
 
 

@@ -82,7 +82,7 @@ class LogServicer:
             session.end(Refusal(denied.reason, denied.message))
         except DecodeError:
             words = "not an AppendRequest"
-            visit.note(Denied(KINDS[Reason.INVALID].status, Reason.INVALID, words))
+            visit.note(Denied(Reason.INVALID, words))
             session.end(Refusal(Reason.INVALID, words))
         except grpc.RpcError as over:  # the call is gone; the callback ends its handler
             forget_frames(over)
