@@ -16,9 +16,9 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Iterator, Sequence
 from concurrent import futures
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import islice
@@ -119,27 +119,19 @@ class Objects:
 
     def entries(self, below: str = "") -> list[Entry]:
         """Returns all objects below a prefix, by their whole paths."""
-
-        async def entries() -> Any:
-            return await _obstore().list(self._store, below or None).collect_async()
-
-        found = self._result(below, self._call(self._patient(entries)))
+        found: Any = self._read(below, lambda: _obstore().list(self._store, below or None).collect_async())
         return [Entry(each["path"], each["size"], each["last_modified"].timestamp()) for each in found]
 
     def folders(self, below: str = "") -> list[str]:
         """Returns the names that follow a prefix, where more follows."""
-
-        async def folders() -> Any:
-            return await _obstore().list_with_delimiter_async(self._store, below or None)
-
-        found = self._result(below, self._call(self._patient(folders)))
+        found: Any = self._read(
+            below, lambda: _obstore().list_with_delimiter_async(self._store, below or None)
+        )
         return [prefix.rstrip("/").rpartition("/")[2] for prefix in found["common_prefixes"]]
 
     def size(self, path: str) -> int:
-        async def head() -> Any:
-            return await _obstore().head_async(self._store, path)
-
-        return int(self._result(path, self._call(self._patient(head)))["size"])
+        found: Any = self._read(path, lambda: _obstore().head_async(self._store, path))
+        return int(found["size"])
 
     def read_all(self, path: str, size_max: int) -> bytes:
         """Returns the content, or its first `size_max` + 1 bytes if it is larger."""
@@ -154,45 +146,42 @@ class Objects:
 
     def read_each(self, entries: Iterable[Entry]) -> Iterator[tuple[Entry, memoryview]]:
         """Yields the contents of small objects, in order. Several are fetched at once."""
-        ahead: deque[tuple[Entry, futures.Future[memoryview]]] = deque()
-        rest = iter(entries)
-        try:
-            while True:
-                for entry in islice(rest, _SMALL_AT_ONCE - len(ahead)):
-                    ahead.append((entry, self._fetch(entry.path, 0, entry.size)))
-                if not ahead:
-                    return
-                entry, call = ahead.popleft()
-                yield entry, self._result(entry.path, call)
-        finally:
-            for _, call in ahead:
-                call.cancel()
+        entries = list(entries)
+        contents = self._in_order(((entry.path, 0, entry.size) for entry in entries), _SMALL_AT_ONCE)
+        return zip(entries, contents, strict=True)
 
     @contextmanager
     def reader(self, path: str, size: int) -> Iterator[Callable[[memoryview], int]]:
         """(context manager) Yields a function that fills memory with the object's next bytes, and returns how many
         there were. Parts are fetched ahead."""
-        ahead: deque[futures.Future[memoryview]] = deque()
-        begin = 0
+        parts = ((path, begin, min(PART_BYTES, size - begin)) for begin in range(0, size, PART_BYTES))
         rest = memoryview(b"")
 
         def read(into: memoryview) -> int:
-            nonlocal begin, rest
-            while begin < size and len(ahead) < _AT_ONCE:
-                length = min(PART_BYTES, size - begin)
-                ahead.append(self._fetch(path, begin, length))
-                begin += length
-            if not rest and ahead:
-                rest = self._result(path, ahead.popleft())
+            nonlocal rest
+            rest = rest or next(contents, rest)
             count = min(len(into), len(rest))
             into[:count] = rest[:count]
             rest = rest[count:]
             return count
 
-        try:
+        with closing(self._in_order(parts, _AT_ONCE)) as contents:
             yield read
+
+    def _in_order(
+        self, places: Iterable[tuple[str, int, int]], at_once: int
+    ) -> Generator[memoryview, None, None]:
+        """Yields the bytes at (path, offset, size), in order, and fetches several ahead."""
+        ahead: deque[tuple[str, futures.Future[memoryview]]] = deque()
+        rest = iter(places)
+        try:
+            while True:
+                ahead += ((place[0], self._fetch(*place)) for place in islice(rest, at_once - len(ahead)))
+                if not ahead:
+                    return
+                yield self._result(*ahead.popleft())
         finally:
-            for call in ahead:
+            for _, call in ahead:
                 call.cancel()
 
     # --- calls ---
@@ -215,6 +204,9 @@ class Objects:
             return data
 
         return self._call(self._patient(fetch))
+
+    def _read(self, path: str, request: Callable[[], Awaitable[T]]) -> T:
+        return self._result(path, self._call(self._patient(request)))
 
     def _done(self, path: str, request: Callable[[], Awaitable[T]]) -> T:
         async def call() -> T:  # obstore wants to be called where a loop runs
