@@ -329,13 +329,13 @@ def take_signals(stop: Callable[[], object]) -> None:
 def announce(arguments: argparse.Namespace, who: str, port: int, protection: Mapping[str, bool]) -> None:
     """Announces the address: in a file if one was requested, as an event, and where the log is text as a line."""
     address = f"{arguments.listen.rpartition(':')[0]}:{port}"
-    if arguments.address_file is not None:
-        write_address(arguments.address_file, address)
     store = getattr(arguments, "store", None)
     where = f"directory {arguments.directory}" if store is None else f"store {store}"
     events.emit("serving", address=address, directory=str(arguments.directory or store), **protection)
     if arguments.log_format == logs.TEXT:
         print(f"{who} on {address}, {where}", flush=True)
+    if arguments.address_file is not None:  # last: whoever has waited for it finds the event and the line
+        write_address(arguments.address_file, address)
 
 
 def exit_with(main: Callable[[], int]) -> NoReturn:

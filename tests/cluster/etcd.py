@@ -24,6 +24,7 @@ import pytest
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.credentials import Credentials
 from swift_ft.lab.drill.cluster import COORDINATOR, JOB, LAUNCHER
+from swift_ft.launch.standalone import free_port
 from swift_ft.rpc.client import CoordinatorClient
 from swift_ft.tools.credentials import CertificateAuthority
 from swift_ft_services.coordinator.etcd_store import LEASE_S, EtcdStore
@@ -257,7 +258,7 @@ class Several(Again):
     def start_coordinator(self, name: str) -> None:
         words = ["swift_ft_services.coordinator", "--store", self._members.url]
         words += ["--address-file", str(self.directory / f"{name}.address")]
-        words += ["--listen", self._addresses.get(name, "127.0.0.1:0")]
+        words += ["--listen", self._addresses.setdefault(name, f"127.0.0.1:{free_port()}")]
         named = [f"machine{number}={address}" for number, address in enumerate(self.log_addresses)]
         self._spawn(name, [*words, "--log-servers", ",".join(named), *self._members.flags])
 

@@ -116,10 +116,10 @@ def test_garbage_of_an_abort_is_not_sent_on_to_a_member_that_has_not_aborted() -
             plain(group)
 
         patch.setattr(ProcessGroup, "abort", abort)
-        patch.setattr(nccl, "_SENDS_FIRST_S", 5 * LATE_S)
+        patch.setattr(nccl, "_SENDS_FIRST_S", 20 * LATE_S)
         aborting = threading.Thread(target=FakeNccl().abort, args=([received, sent],), daemon=True)
         aborting.start()
-        time.sleep(10 * LATE_S)
+        time.sleep(30 * LATE_S)
         FakeNccl().abort([next_members])
         aborting.join(PATIENCE_S)
         assert not aborting.is_alive()

@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.errors import ServiceError
+from swift_ft.launch.standalone import free_port
 from swift_ft.log import admin
 from swift_ft.log.protocol import client_options, server_options
 from swift_ft.rpc.client import CoordinatorClient
@@ -23,7 +24,7 @@ from tests.faults import shim
 from tests.faults.shim import Faults, eventually
 from tests.faults.world import TIMEOUT_S, Helper, Server, put, reading
 from tests.integration.coordinator_world import Coordinator, FakeMember
-from tests.integration.logserver_world import JOB, free_port
+from tests.integration.logserver_world import JOB
 from tests.log_client import LogWriter
 from tests.unit.log.frames import STREAM
 from tests.unit.log.service import InProcess
@@ -291,7 +292,7 @@ from tests.integration.coordinator_world import FakeMember
 
 coordinator, log, listen_s = sys.argv[1:]
 member = FakeMember(coordinator, "job", 1, 3).start()
-writer = LogWriter([log], "job", 1, patience_s=1.0)
+writer = LogWriter([log], "job", 1, patience_s=3.0)
 for step, line in enumerate(sys.stdin):
     try:
         writer.append("s1.F", RecordKey(step, 0, 0), "uint8", (3,), b"old")

@@ -13,13 +13,14 @@ import pytest
 
 from swift_ft._pb import log_pb2
 from swift_ft.errors import LogUnavailable
+from swift_ft.launch.standalone import free_port
 from swift_ft.log import admin
 from swift_ft.log.protocol import code_of, open_channel, reason_of
 from tests.faults import shim
 from tests.faults.shim import Faults, Rule
 from tests.faults.world import STREAM, TIMEOUT_S, Server, fill, put
 from tests.integration.coordinator_world import Job, finish, recovered
-from tests.integration.logserver_world import JOB, REPOSITORY, free_port
+from tests.integration.logserver_world import JOB, REPOSITORY
 from tests.unit.log.append_call import Call
 
 BUSY = (grpc.StatusCode.UNAVAILABLE, "busy")

@@ -18,6 +18,7 @@ import psutil
 from swift_ft import events
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft._pb import coordinator_pb2_grpc as pb_grpc
+from swift_ft.launch.standalone import free_port
 from swift_ft.rpc.views import whole
 from swift_ft_services.coordinator.commands import Refusal
 from swift_ft_services.coordinator.driver import Meetings
@@ -72,7 +73,7 @@ class ScriptedCoordinator(pb_grpc.CoordinatorServicer):
         self.met = 0
         """Machines that it has told that they are here."""
         self._readers: list[queue.SimpleQueue[pb.View]] = []
-        self.address = "127.0.0.1:0"
+        self.address = f"127.0.0.1:{free_port()}"
         self.come()
 
     def come(self) -> None:
@@ -81,7 +82,7 @@ class ScriptedCoordinator(pb_grpc.CoordinatorServicer):
             futures.ThreadPoolExecutor(max_workers=8), options=[("grpc.so_reuseport", 0)]
         )
         pb_grpc.add_CoordinatorServicer_to_server(self, self._server)
-        self.address = f"127.0.0.1:{self._server.add_insecure_port(self.address)}"
+        assert self._server.add_insecure_port(self.address)
         self._server.start()
 
     def publish(self, **fields: Any) -> None:

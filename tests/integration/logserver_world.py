@@ -2,11 +2,9 @@
 
 import contextlib
 import os
-import random
 import re
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,21 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
+from swift_ft.launch.standalone import free_port
 from swift_ft.log import admin
 
 REPOSITORY = Path(__file__).parents[2]
 JOB = "job"
 TIMEOUT_S = 20.0
-
-
-def free_port() -> int:
-    """One that the system gives to nobody else while the server is down: outside of those that it hands out."""
-    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    while True:
-        port = random.SystemRandom().randrange(10_000, max(low, 20_000))
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def command(directory: Path, *flags: str) -> list[str]:

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from swift_ft.errors import LogUnavailable
+from swift_ft.launch.standalone import free_port
 from swift_ft.log.record import RecordKey
 from tests.fake_etcd import FakeEtcd
 from tests.health_probe import check_service
 from tests.integration.coordinator_world import Coordinator
-from tests.integration.logserver_world import REPOSITORY, LogServer, free_port
+from tests.integration.logserver_world import REPOSITORY, LogServer
 from tests.log_client import LogWriter
 
 

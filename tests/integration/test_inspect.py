@@ -13,13 +13,14 @@ from pathlib import Path
 import crc32c
 import pytest
 
+from swift_ft.launch.standalone import free_port
 from swift_ft.log import admin
 from swift_ft.log.record import DTYPE_BY_NAME, RecordKey
 from swift_ft.log.segment import (
     scan,
     walk,
 )
-from tests.integration.logserver_world import JOB, REPOSITORY, TIMEOUT_S, LogServer, free_port
+from tests.integration.logserver_world import JOB, REPOSITORY, TIMEOUT_S, LogServer
 from tests.log_client import LogWriter
 
 DTYPES = {name: dtype.safetensors for name, dtype in DTYPE_BY_NAME.items() if dtype.safetensors}

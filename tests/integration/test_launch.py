@@ -13,6 +13,7 @@ import pytest
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.launch.agent import LEFT_S
 from swift_ft.launch.command import PRELOAD_DEFAULT
+from swift_ft.launch.standalone import free_port
 from tests.integration.launch_world import (
     Launch,
     Rank,
@@ -21,7 +22,6 @@ from tests.integration.launch_world import (
     assert_all_gone,
     wait_until,
 )
-from tests.integration.logserver_world import free_port
 
 
 def title_of(pid: int) -> tuple[str, str]:

@@ -14,13 +14,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from swift_ft import events
 from swift_ft.errors import LogUnavailable
+from swift_ft.launch.standalone import free_port
 from swift_ft.log import admin
 from swift_ft.log.protocol import SERVICE
 from swift_ft.log.reader import LogReader
 from swift_ft.log.record import RecordKey
 from swift_ft.log.segment import Ending, scan
 from tests.health_probe import check_service
-from tests.integration.logserver_world import JOB, REPOSITORY, TIMEOUT_S, LogServer, free_port, run
+from tests.integration.logserver_world import JOB, REPOSITORY, TIMEOUT_S, LogServer, run
 from tests.log_client import LogWriter
 
 

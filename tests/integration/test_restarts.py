@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from swift_ft.launch.standalone import free_port
 from tests.integration.launch_world import (
     BEGINS,
     PLAIN_SCRIPT,
@@ -19,7 +20,6 @@ from tests.integration.launch_world import (
     assert_all_gone,
     wait_until,
 )
-from tests.integration.logserver_world import free_port
 
 # Each process leaves a line with what it was given. What it does then depends on the attempt.
 SCRIPT = """\

@@ -51,7 +51,9 @@ def test_a_helper_is_killed(twins: Twins, tmp_path: Path) -> None:
     report = passed(outcome)
     assert report["exact"] is True
     assert len(report["recoveries"]) == 1
-    assert len(report["recoveries"][0]["generations"]) == 2
+    assert (
+        len(report["recoveries"][0]["generations"]) >= 2
+    )  # one more where a suspicion came long before its death
     interrupted(report, helper=1, owner=2)
 
 

@@ -8,7 +8,11 @@ import pytest
 from tests.integration import watched
 from tests.integration.forked import Forks
 
-STEPS, PAUSE_S, STOPPED_AT = 260, 0.04, 15
+STEPS, PAUSE_S, STOPPED_AT = (
+    260,
+    0.1,
+    15,
+)  # the queue holds 4 steps: a short stall of the disk must not fill it
 MEANWHILE = 10
 """Steps that each rank does while the log server stands still and its queue is full."""
 
@@ -59,7 +63,8 @@ def test_training_goes_on_and_after_the_forced_checkpoint_a_loss_is_replayed(
     assert all("were dropped, as the log could not keep up" in event["reason"] for event in asked)
     (plan,) = run.said("plan")
     replayed = {rank["rank"]: rank["from_version"] for rank in plan["ranks"] if rank["strategy"] == "REPLAY"}
-    assert replayed == {1: base}, plan["reason"]
+    assert replayed.keys() == {1}, plan["reason"]
+    assert replayed[1] >= base
     (replay,) = run.said("replay_end")
     assert replay["steps"] >= 5
     assert replay["verified"] > 0

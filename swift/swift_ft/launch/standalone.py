@@ -9,7 +9,9 @@
 import contextlib
 import fcntl
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -68,6 +70,17 @@ class Standalone:
         return replace(self, lock=lock)
 
 
+def free_port() -> int:
+    """Returns a free port of 127.0.0.1 that stays free while its server is away: outside of the range from which the
+    system gives ports to whoever asks for any."""
+    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(10_000, max(low, 20_000))
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
 def _locks(lock: int) -> bool:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -85,13 +98,13 @@ class _Service:
         self._flags = ["--directory", str(directory / name), *flags]
         self._address_file = directory / f"{name}.address"
         self._lock = lock
-        self.address = ""
+        self.address = f"127.0.0.1:{free_port()}"
         self._start()
 
     def _start(self) -> None:
         self._address_file.unlink(missing_ok=True)
         program = [sys.executable, "-P", "-m", f"swift_ft_services.{self.name}", *self._flags]
-        program += ["--listen", self.address or "127.0.0.1:0", "--address-file", str(self._address_file)]
+        program += ["--listen", self.address, "--address-file", str(self._address_file)]
         with open(self.said, "ab") as said:
             self.process = subprocess.Popen(
                 dying_with_launcher(program),

@@ -123,7 +123,7 @@ def main() -> None:
 
 
 def await_rehearsals(ranks: int) -> None:
-    until = time.monotonic() + 100.0
+    until = time.monotonic() + 200.0
     while True:
         ends = [e for e in events.read(Path(os.environ["SWIFT_EVENTS"])) if e["event"] == "rehearsal_end"]
         if {e["rank"] for e in ends} == set(range(ranks)):

@@ -14,6 +14,7 @@ import pytest
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft._pb import coordinator_pb2_grpc as pb_grpc
 from swift_ft.errors import AccessDenied, Fenced, JoinRefused, ServiceError, UnknownJob, UsageError
+from swift_ft.launch.standalone import free_port
 from swift_ft.rpc.client import CoordinatorClient, make_member
 from swift_ft.rpc.views import newer, whole
 
@@ -60,13 +61,13 @@ class Served:
 
     def __init__(self) -> None:
         self.scripted = Scripted()
-        self.port = 0
+        self.port = free_port()
         self.start()
 
     def start(self) -> None:
         self.server = grpc.server(futures.ThreadPoolExecutor(8), options=[("grpc.so_reuseport", 0)])
         pb_grpc.add_CoordinatorServicer_to_server(self.scripted, self.server)  # type: ignore[arg-type]
-        self.port = self.server.add_insecure_port(f"127.0.0.1:{self.port}")
+        assert self.server.add_insecure_port(f"127.0.0.1:{self.port}")
         self.server.start()
 
     def stop(self) -> None:

@@ -19,7 +19,8 @@ from swift_ft.lab.failures.injector import Injector, Planned
 from swift_ft.lab.failures.services import service_at
 from swift_ft.launch.decisions import Outcome
 from swift_ft.launch.ranks import RankProgram
-from tests.integration.logserver_world import LogServer, free_port
+from swift_ft.launch.standalone import free_port
+from tests.integration.logserver_world import LogServer
 
 
 @pytest.fixture

@@ -7,10 +7,12 @@ from contextlib import contextmanager
 import pytest
 
 from swift_ft.errors import LogUnavailable, RecordCorrupt, RecordMissing, ServiceError, UsageError
+from swift_ft.launch.standalone import free_port
 from swift_ft.log import admin
 from swift_ft.log.reader import LogReader, never
 from swift_ft.log.record import RecordKey
 from swift_ft.log.ring import ALIGN, HEADER_BYTES
+from swift_ft_services.listening import Protection
 from swift_ft_services.logserver.service import make_server
 from swift_ft_services.logserver.storage_interface import Write
 from tests.log_client import Writer
@@ -90,7 +92,7 @@ def back(server: InProcess) -> Iterator[None]:
 
 @pytest.fixture
 def one() -> Iterator[InProcess]:
-    with InProcess() as running:
+    with InProcess(protection=Protection(listen=f"127.0.0.1:{free_port()}")) as running:
         yield running
 
 

@@ -110,7 +110,7 @@ def test_a_job_that_lives_is_not_dropped() -> None:
         writer.flush(TIMEOUT_S)
         with pytest.raises(UsageError, match=r"no job nobody here$"):
             admin.drop(server.address, "nobody", TIMEOUT_S)
-        with pytest.raises(ServiceError, match=r"last spoken for 0 s ago \(generation 1\)"):
+        with pytest.raises(ServiceError, match=r"last spoken for \d s ago \(generation 1\)"):
             admin.drop(server.address, JOB, TIMEOUT_S)
         # Nor while it is quiet, but has a writer; nor soon after its coordinator has asked for it.
         state = server.engine.state

@@ -23,6 +23,7 @@ from swift_ft.log import admin, ring, sidecar_client
 from swift_ft.log.reader import LogReader, never
 from swift_ft.log.record import RecordKey, digest_of
 from swift_ft.log.sidecar import Message, RingWriter
+from swift_ft_services.logserver.quotas import DiskState
 from swift_ft_services.logserver.state import EngineConfig
 from tests.log_client import Writer, close_links
 from tests.unit.log.memory_storage import MemoryStorage
@@ -134,7 +135,7 @@ def test_forgotten_keys_are_sent_and_the_server_answers(server: InProcess) -> No
 
 
 def test_a_fence_and_the_next_generation(server: InProcess) -> None:
-    with writing(server, patience_s=1.0) as writer:
+    with writing(server, patience_s=3.0) as writer:
         put(writer, 0)
         writer.flush(TIMEOUT_S)
         admin.fence(server.address, JOB, 2, TIMEOUT_S)
@@ -292,6 +293,7 @@ def test_a_full_disk_is_waited_out() -> None:
             put(writer, step)
         with pytest.raises(ServiceError):
             writer.flush(0.3)
+        eventually(lambda: server.engine.state.space.disk is DiskState.FULL)
         storage.space = 1 << 30
         writer.flush(TIMEOUT_S)
         assert writer.stats.resent > 0

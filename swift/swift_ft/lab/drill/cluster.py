@@ -23,6 +23,7 @@ from swift_ft.errors import ServiceError
 from swift_ft.fault_grammar import ENV_FAULTS, ENV_FAULTS_DIR
 from swift_ft.files import make_directory, private
 from swift_ft.lab.drill.config import TOKEN_LIFETIME_S
+from swift_ft.launch.standalone import free_port
 from swift_ft.text import LAUNCHER_SETTINGS
 from swift_ft.tokens import EVERY_JOB
 from swift_ft.tools import credentials
@@ -280,7 +281,8 @@ class Cluster:
         service = COORDINATOR if name == COORDINATOR else LOG_SERVER
         arguments = [f"swift_ft_services.{service}", "--directory", str(self.directory / _directory_of(name))]
         arguments += ["--address-file", str(self.directory / f"{name}.address")]
-        arguments += ["--listen", self._addresses.get(name, "127.0.0.1:0")]
+        address = self._addresses.setdefault(name, f"127.0.0.1:{free_port()}")
+        arguments += ["--listen", address]
         if name == COORDINATOR:
             named = [f"machine{n}={address}" for n, address in enumerate(self.log_addresses)]
             arguments += ["--log-servers", ",".join(named), "--copies", str(self._copies)]
