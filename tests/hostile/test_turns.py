@@ -20,8 +20,8 @@ from swift_ft_services.logserver.storage import DirectoryStorage
 from swift_ft_services.logserver.storage_interface import Write
 from tests.hostile.world import BOUND_S, frame
 from tests.sim.server import Unlocked
+from tests.unit.log.append_call import Replies
 from tests.unit.log.memory_storage import MemoryStorage
-from tests.unit.log.test_appends import Nowhere
 
 
 class World:
@@ -33,7 +33,7 @@ class World:
 
     def writer(self, job: str) -> AppendCall:
         self.state.core.fence(job, 1)
-        session = AppendCall(Nowhere(), Assembler(2 << 20))
+        session = AppendCall(Replies(), Assembler(2 << 20))
         self.appends.attach(session)
         return session
 

@@ -91,3 +91,13 @@ class Call:
         self.raw_end()
         with pytest.raises(StopIteration):
             self.read(lambda: False)
+
+
+class Replies(list[log_pb2.AppendReply | None]):
+    """What a server has put into the outbox of a call."""
+
+    def put(self, item: log_pb2.AppendReply | None, /) -> None:
+        self.append(item)
+
+    def acked(self) -> list[int]:
+        return [acked.durable_sequence for reply in self if reply is not None for acked in reply.acked]

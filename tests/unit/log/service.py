@@ -22,7 +22,7 @@ from tests.unit.log.memory_storage import MemoryStorage
 JOB = "job"
 
 
-def eventually(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+def eventually(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
     """Waits for something that another thread or process does."""
     deadline = time.monotonic() + timeout_s
     while not condition():

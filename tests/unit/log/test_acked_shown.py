@@ -37,11 +37,6 @@ def test_a_last_file_that_is_cut_on_a_boundary(directory: Path, capsys: pytest.C
     assert f"damaged: {JOB}/{STREAM}: {why}" in shown(directory, capsys, "--verify", code=1)
 
 
-def test_a_last_file_that_is_gone(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files(directory)[0].unlink()
-    assert "records 0 to 4 were acknowledged and are gone" in shown(directory, capsys)
-
-
 @pytest.mark.parametrize(
     "put", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("nowhere")], ids=["directory", "pipe", "link"]
 )

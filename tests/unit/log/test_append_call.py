@@ -1,30 +1,25 @@
 """One Append call, message by message, as a client in another language would make it."""
 
-from collections.abc import Callable, Iterator
-from itertools import pairwise
+from collections.abc import Callable
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from swift_ft._pb import log_pb2
-from swift_ft.log.protocol import SERVICE, Fsync, code_of
+from swift_ft.log.frame import Assembler
+from swift_ft.log.protocol import Fsync, Reason
 from swift_ft.log.record import RecordKey
+from swift_ft_services.logserver.append_session import Appends
+from swift_ft_services.logserver.core import Refused
 from swift_ft_services.logserver.engine import Outgoing
-from swift_ft_services.logserver.state import EngineConfig
+from swift_ft_services.logserver.state import AppendCall, EngineConfig
 from tests.log_client import LogWriter
-from tests.unit.log.append_call import Call
+from tests.unit.log.append_call import Call, Replies
 from tests.unit.log.frames import STREAM, frame_of
 from tests.unit.log.memory_storage import MemoryStorage
 from tests.unit.log.service import JOB, InProcess, eventually
 
 TIMEOUT_S = 10.0
-
-
-@pytest.fixture
-def server() -> Iterator[InProcess]:
-    with InProcess() as running:
-        yield running
 
 
 def stored(server: InProcess, stream: str = STREAM) -> list[int]:
@@ -56,6 +51,13 @@ def test_frames_of_a_stream_that_is_not_open(server: InProcess) -> None:
     call.open()
     call.send(frame_of(0, stream="s1.F")[1])
     assert call.refused()[:2] == (grpc.StatusCode.FAILED_PRECONDITION, "stream-not-open")
+
+
+def test_no_frame_is_begun_before_a_stream_is_open() -> None:
+    session = AppendCall(Replies(), Assembler(1 << 20))
+    with pytest.raises(Refused) as caught:
+        Appends.parse(session, memoryview(frame_of(0)[1])[:-1])
+    assert caught.value.refusal.reason is Reason.NOT_OPEN
 
 
 def test_the_newest_call_that_opens_a_stream_has_it(server: InProcess) -> None:
@@ -90,54 +92,10 @@ def test_damaged_frames_are_refused(
     assert stored(server) == []
 
 
-def test_a_frame_may_come_in_several_messages(server: InProcess) -> None:
-    call = Call(server)
-    call.open()
-    frames = b"".join(frame_of(sequence)[1] for sequence in range(3))
-    header = frame_of(0)[0].header_bytes
-    one = len(frames) // 3
-    cuts = [0, header, header + 1, one, one + header + 5, 2 * one + header + 7, len(frames)]
-    for begin, end in pairwise(cuts):
-        call.send(frames[begin:end])
-    call.until_acked(3)
-    assert stored(server) == [0, 1, 2]
-    call.end()
-
-
-def test_a_flip_in_any_message_of_a_frame_is_found(server: InProcess) -> None:
-    header, frame = frame_of(0)
-    for at in (header.header_bytes, header.header_bytes + 10, len(frame) - 1):
-        call = Call(server)
-        call.open()
-        changed = bytearray(frame)
-        changed[at] ^= 1
-        for begin, end in pairwise((0, header.header_bytes, header.header_bytes + 9, len(frame))):
-            call.send(bytes(changed[begin:end]))
-        assert call.refused()[0] is grpc.StatusCode.DATA_LOSS
-    assert stored(server) == []
-
-
 def test_a_message_that_is_no_message(server: InProcess) -> None:
     call = Call(server)
     call.raw(b"\x0a\xff\xff\xff\xff\xff")
     assert call.refused()[0] is grpc.StatusCode.INVALID_ARGUMENT
-
-
-def test_a_bad_name_is_refused(server: InProcess) -> None:
-    call = Call(server)
-    with pytest.raises(grpc.RpcError, match="is not allowed"):
-        call.open("../x")
-    for work in (
-        lambda: server.stub.Fence(log_pb2.FenceRequest(job="a/b", generation=1)),
-        lambda: server.stub.Trim(log_pb2.TrimRequest(job="", below_step=1)),
-        lambda: server.stub.Inventory(log_pb2.InventoryRequest(job="a\0")),
-        lambda: server.stub.Reset(log_pb2.ResetRequest(job=".x", generation=1)),
-        lambda: list(server.stub.Read(log_pb2.ReadRequest(job="j", stream="/x"))),
-        lambda: list(server.stub.Digests(log_pb2.DigestsRequest(job="j", stream=".."))),
-    ):
-        with pytest.raises(grpc.RpcError) as caught:
-            work()
-        assert code_of(caught.value) is grpc.StatusCode.INVALID_ARGUMENT
 
 
 def test_credit_that_is_overdrawn_is_refused() -> None:
@@ -170,55 +128,6 @@ def test_replies_that_go_out_together_give_all_their_credit() -> None:
         ("s0.F", 3),
         ("s0.B", 2),
     ]
-
-
-def test_no_credit_is_lost_however_replies_come() -> None:
-    with InProcess(config=EngineConfig(credit_bytes=1 << 16)) as running:
-        writer = LogWriter([running.address], JOB, 1)
-        try:
-            for step in range(2000):  # 16 times the credit, in records that are acknowledged by the handful
-                writer.append(STREAM, RecordKey(step, 0, 0), "uint8", (500,), bytes(500))
-            writer.flush(30.0)
-            (link,) = writer.sending.links.values()
-            eventually(lambda: link.core._credit == 1 << 16)
-        finally:
-            writer.close(0.0)
-
-
-def test_fault_23_a_full_disk_refuses_appends_and_goes_on_after_a_trim() -> None:
-    storage = MemoryStorage(space=3 * len(frame_of(0)[1]))
-    with InProcess(storage) as server:
-        health = health_pb2_grpc.HealthStub(server.channel)
-
-        def serving() -> bool:
-            replies = [health.Check(health_pb2.HealthCheckRequest(service=name)) for name in ("", SERVICE)]
-            assert replies[0].status == replies[1].status
-            return bool(replies[0].status == health_pb2.HealthCheckResponse.SERVING)
-
-        assert serving()
-        call = Call(server)
-        call.open()
-        for sequence in range(3):
-            call.send(frame_of(sequence)[1])
-        call.until_acked(3)
-        call.send(frame_of(3)[1])
-        assert call.refused()[:2] == (grpc.StatusCode.RESOURCE_EXHAUSTED, "disk-full")
-        assert not serving()
-        # Reads still work.
-        frames = b"".join(
-            reply.frames for reply in server.stub.Read(log_pb2.ReadRequest(job=JOB, stream=STREAM))
-        )
-        assert frames == b"".join(frame_of(sequence)[1] for sequence in range(3))
-        # So do fences and trims; then there is space again.
-        server.engine.administration.fence(JOB, 2)
-        assert server.stub.Trim(log_pb2.TrimRequest(job=JOB, below_step=2)).trimmed_below_step == 2
-        eventually(lambda: storage.space > 0)
-        again = Call(server)
-        again.open(generation=2)
-        assert again.opened == {STREAM: 3}
-        again.send(frame_of(3, generation=2)[1])
-        again.until_acked(4)
-        assert serving()
 
 
 @pytest.mark.parametrize("policy", list(Fsync))

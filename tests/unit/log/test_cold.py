@@ -3,8 +3,7 @@ nothing."""
 
 import shutil
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -29,8 +28,9 @@ from swift_ft_services.logserver.state import EngineConfig
 from swift_ft_services.logserver.storage import DirectoryStorage
 from swift_ft_services.logserver.storage_interface import Write
 from tests.unit.log.append_call import Call
+from tests.unit.log.clients import following
 from tests.unit.log.frames import JOB, STREAM, body_of, frame_of, records_of
-from tests.unit.log.service import InProcess
+from tests.unit.log.service import InProcess, eventually
 from tests.unit.log.test_storage import FIVE_A_SEGMENT, crash, fill, frame_in
 
 URL = "s3://bucket/log"
@@ -369,13 +369,6 @@ def test_a_stub_that_is_damaged_is_no_stub(tmp_path: Path, cold: Cold) -> None:
 QUOTA, BODY = 200_000, 4_000
 
 
-def eventually(done: Callable[[], bool]) -> None:
-    until = time.monotonic() + 20
-    while not done():
-        assert time.monotonic() < until
-        threading.Event().wait(0.02)
-
-
 def serving(directory: Path, cold: Cold) -> tuple[InProcess, Tiering]:
     storage = DirectoryStorage(directory, 20_000, cold=cold.tier)
     config = EngineConfig(space=SpaceConfig(quota_bytes=QUOTA))
@@ -516,8 +509,8 @@ def test_a_reader_takes_what_was_moved_and_then_what_follows(lost: tuple[InProce
     call.send(*(frame_of(sequence, step=sequence + 7, body=b"new")[1] for sequence in range(4)))
     call.until_acked(4)
     reader = LogReader({STREAM: [lost_copy(server.address, folder, 7), server.address]}, JOB)
-    cursor = reader.follow(STREAM, 0)
-    bodies = [bytes(cursor.get(RecordKey(step, 0, 0), 10.0, never).body) for step in range(11)]
+    with following(reader, STREAM, 0) as cursor:
+        bodies = [bytes(cursor.get(RecordKey(step, 0, 0), 10.0, never).body) for step in range(11)]
     assert bodies == [*(body_of(sequence) for sequence in range(7)), *[b"new"] * 4]
     moved = reader.digests(STREAM, 0, lost_copy(server.address, folder, 7), cancelled=never)
     assert sorted(key.step for key in moved) == list(range(7))
@@ -526,7 +519,6 @@ def test_a_reader_takes_what_was_moved_and_then_what_follows(lost: tuple[InProce
         **{step: frame_of(step)[0].digest for step in range(7)},
         **{step: frame_of(step, body=b"new")[0].digest for step in range(7, 11)},
     }
-    cursor.close()
     reader.close()
 
 
@@ -592,14 +584,6 @@ def test_nobody_removes_what_is_of_another_job_or_of_a_server_that_is_there(
         with pytest.raises(SwiftError, match="no server moves records there"):
             admin.trim(server.address, JOB, 20, 10.0, place)
     assert cold.keys == before
-
-
-def test_it_is_removed_with_the_job(lost: tuple[InProcess, str], cold: Cold) -> None:
-    server, folder = lost
-    assert admin.inventory(server.address, JOB, 10.0, folder)
-    admin.drop(server.address, JOB, 10.0, force=True)
-    eventually(lambda: not cold.keys)
-    assert list(server.engine.state.core.jobs) == []
 
 
 def test_it_is_removed_with_the_job_once_the_store_answers(lost: tuple[InProcess, str], cold: Cold) -> None:

@@ -1,7 +1,6 @@
 """A stream on two servers: both have it before it counts as durable; one is lost, comes back, is replaced."""
 
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -10,24 +9,19 @@ from swift_ft.errors import LogUnavailable, RecordCorrupt, RecordMissing, Servic
 from swift_ft.launch.standalone import free_port
 from swift_ft.log import admin
 from swift_ft.log.reader import LogReader, never
-from swift_ft.log.record import RecordKey
 from swift_ft.log.ring import ALIGN, HEADER_BYTES
 from swift_ft_services.listening import Protection
 from swift_ft_services.logserver.service import make_server
-from swift_ft_services.logserver.storage_interface import Write
 from tests.log_client import Writer
+from tests.unit.log.clients import TIMEOUT_S, Gate, following, key, reading
+from tests.unit.log.clients import rank_writing as writing
 from tests.unit.log.memory_storage import MemoryStorage
 from tests.unit.log.service import JOB, InProcess, eventually
 
-TIMEOUT_S = 10.0
 STREAM = "s0.F"
 NOBODY = "127.0.0.1:1"
 RECORD_BYTES = HEADER_BYTES + ALIGN
 """What one of `put` takes of the ring."""
-
-
-def key(step: int, microbatch: int = 0) -> RecordKey:
-    return RecordKey(step, microbatch, 0)
 
 
 def put(writer: Writer, step: int, value: int = 0) -> None:
@@ -36,32 +30,16 @@ def put(writer: Writer, step: int, value: int = 0) -> None:
 
 def steps_of(server: InProcess) -> list[int]:
     """What it has, and each record once."""
-    reader = LogReader([server.address], JOB)
-    try:
+    with reading(server) as reader:
         found = sorted(record.step for record in reader.digests(STREAM, 0, cancelled=never))
-    finally:
-        reader.close()
     there = {s.stream: s.records for s in admin.inventory(server.address, JOB, TIMEOUT_S)}
     assert there.get(STREAM, 0) >= len(found)
     return found
 
 
-def put_all(writer: Writer, steps: int) -> None:
-    for step in range(steps):
+def put_all(writer: Writer, *steps: int) -> None:
+    for step in steps:
         put(writer, step)
-
-
-class SlowStorage(MemoryStorage):
-    """Commits only while it may."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.may = threading.Event()
-        self.may.set()
-
-    def commit(self, writes: Sequence[Write], sync: bool) -> list[Write]:
-        self.may.wait(TIMEOUT_S)
-        return super().commit(writes, sync)
 
 
 def flip(server: InProcess, step: int) -> None:
@@ -102,63 +80,31 @@ def two() -> Iterator[InProcess]:
         yield running
 
 
-@contextmanager
-def writing(*servers: InProcess, **options: float) -> Iterator[Writer]:
-    writer = Writer([s.address for s in servers], JOB, 1, **options)  # type: ignore[arg-type]
-    try:
-        yield writer
-    finally:
-        writer.close(0.0)
-
-
-@contextmanager
-def reading(*servers: InProcess | str) -> Iterator[LogReader]:
-    reader = LogReader([s if isinstance(s, str) else s.address for s in servers], JOB)
-    try:
-        yield reader
-    finally:
-        reader.close()
-
-
 def values(reader: LogReader, steps: range) -> list[int]:
-    cursor = reader.follow(STREAM, steps.start)
-    try:
+    with following(reader, STREAM, steps.start) as cursor:
         return [cursor.get(key(step), TIMEOUT_S, never).body[0] for step in steps]
-    finally:
-        cursor.close()
 
 
 class TestWriting:
-    def test_every_record_is_on_both(self, one: InProcess, two: InProcess) -> None:
-        with writing(one, two) as writer:
-            for step in range(5):
-                put(writer, step)
-            writer.flush(TIMEOUT_S)
-            assert steps_of(one) == steps_of(two) == list(range(5))
-            assert writer.stats.records == 5
-
     def test_it_is_durable_once_both_have_it(self, one: InProcess) -> None:
-        storage = SlowStorage()
+        storage = Gate()
         with InProcess(storage) as two, writing(one, two) as writer:
-            storage.may.clear()
+            storage.open.clear()
             put(writer, 0)
             eventually(lambda: steps_of(one) == [0])
             with pytest.raises(ServiceError, match="not acknowledged everything"):
                 writer.flush(0.3)
-            storage.may.set()
+            storage.open.set()
             writer.flush(TIMEOUT_S)
             assert steps_of(two) == [0]
 
     def test_one_server_alone_cannot_free_the_queue(self, one: InProcess) -> None:
         """What one of two has not acknowledged is held, and bounds what waits."""
-        writer = Writer([one.address, NOBODY], JOB, 1, queue_bytes=4096, patience_s=0.5)
-        try:
+        with writing(one, NOBODY, queue_bytes=4096, patience_s=0.5) as writer:
             with pytest.raises(LogUnavailable, match="acknowledged nothing"):
-                put_all(writer, 50)
+                put_all(writer, *range(50))
             eventually(lambda: steps_of(one))
             assert len(steps_of(one)) <= 4096 // RECORD_BYTES
-        finally:
-            writer.close(0.0)
 
 
 class TestMoving:
@@ -166,33 +112,28 @@ class TestMoving:
         self, one: InProcess, two: InProcess
     ) -> None:
         with writing(one) as writer:
-            for step in range(3):
-                put(writer, step)
+            put_all(writer, *range(3))
             writer.flush(TIMEOUT_S)
             cut_off(one)
-            for step in range(3, 6):
-                put(writer, step)
+            put_all(writer, *range(3, 6))
             two.engine.administration.fence(JOB, 2)
             writer.set_generation(2, [two.address])
             writer.flush(TIMEOUT_S)
             assert steps_of(two) == [3, 4, 5]
             # A step that is done again is logged whole, though the lost server had it.
-            for step in range(2, 7):
-                put(writer, step)
+            put_all(writer, *range(2, 7))
             writer.flush(TIMEOUT_S)
             assert steps_of(two) == [2, 3, 4, 5, 6]
 
     def test_a_copy_that_lives_is_not_written_twice(self, one: InProcess, two: InProcess) -> None:
         with InProcess() as three, writing(one, two) as writer:
-            for step in range(4):
-                put(writer, step)
+            put_all(writer, *range(4))
             writer.flush(TIMEOUT_S)
             cut_off(one)
             for server in (two, three):
                 server.engine.administration.fence(JOB, 2)
             writer.set_generation(2, [two.address, three.address])
-            for step in range(3, 6):
-                put(writer, step)
+            put_all(writer, *range(3, 6))
             writer.flush(TIMEOUT_S)
             assert steps_of(two) == list(range(6))
             assert steps_of(three) == [3, 4, 5]
@@ -204,7 +145,7 @@ class TestMoving:
     ) -> None:
         with InProcess() as three, writing(one, two) as writer:
             cut_off(one)
-            put_all(writer, 4)
+            put_all(writer, *range(4))
             eventually(lambda: steps_of(two) == [0, 1, 2, 3])
             writer.forget_below(3)
             for server in (two, three):
@@ -218,7 +159,7 @@ class TestMoving:
         with InProcess() as three, writing(one, two) as writer:
             for server in (one, two):
                 cut_off(server)
-            put_all(writer, 4)
+            put_all(writer, *range(4))
             three.engine.administration.fence(JOB, 2)
             writer.wait_copied()
             writer.forget_below(3)
@@ -230,7 +171,7 @@ class TestMoving:
         self, one: InProcess, two: InProcess
     ) -> None:
         with writing(one, two) as writer:
-            put_all(writer, 4)
+            put_all(writer, *range(4))
             writer.flush(TIMEOUT_S)
             two.engine.administration.fence(JOB, 2)
             writer.set_generation(2, [two.address])
@@ -238,8 +179,7 @@ class TestMoving:
                 server.engine.administration.fence(JOB, 3)
             admin.reset(one.address, JOB, 3, TIMEOUT_S)
             writer.set_generation(3, [two.address, one.address])
-            for step in (3, 4):
-                put(writer, step)
+            put_all(writer, 3, 4)
             writer.flush(TIMEOUT_S)
             assert steps_of(one) == [3, 4]
             assert steps_of(two) == [0, 1, 2, 3, 4]
@@ -251,14 +191,13 @@ class TestMoving:
         """Given up and named again in one breath: the addresses are the same, what it has acknowledged is gone."""
         using = (one, two) if both else (one,)
         with writing(*using) as writer:
-            put_all(writer, 4)
+            put_all(writer, *range(4))
             writer.flush(TIMEOUT_S)
             for server in using:
                 server.engine.administration.fence(JOB, 3)
             admin.reset(one.address, JOB, 3, TIMEOUT_S)
             writer.set_generation(3, [s.address for s in using], [one.address])
-            for step in (3, 4):  # the step that was dropped is done again
-                put(writer, step)
+            put_all(writer, 3, 4)  # the step that was dropped is done again
             writer.flush(TIMEOUT_S)
             assert steps_of(one) == [3, 4]
             assert not both or steps_of(two) == [0, 1, 2, 3, 4]
@@ -267,7 +206,7 @@ class TestMoving:
         self, one: InProcess, two: InProcess
     ) -> None:
         with writing(one, two) as writer:
-            put_all(writer, 4)
+            put_all(writer, *range(4))
             writer.flush(TIMEOUT_S)
             for server in (one, two):
                 server.engine.administration.fence(JOB, 3)
@@ -286,28 +225,23 @@ class TestMoving:
             put(writer, 0)
             writer.flush(TIMEOUT_S)
             cut_off(one)
-            for step in range(1, 4):
-                put(writer, step)
+            put_all(writer, *range(1, 4))
             eventually(lambda: steps_of(two) == [0, 1, 2, 3])
             with back(one):
                 writer.flush(TIMEOUT_S)
                 assert steps_of(one) == [0, 1, 2, 3]
 
     def test_nothing_waits_for_a_server_that_was_replaced(self, two: InProcess) -> None:
-        with InProcess() as three:
-            writer = Writer([NOBODY, two.address], JOB, 1, patience_s=0.3)
-            try:
-                put(writer, 0)
-                with pytest.raises(ServiceError, match=NOBODY):
-                    writer.flush(TIMEOUT_S)
-                for server in (two, three):
-                    server.engine.administration.fence(JOB, 2)
-                writer.set_generation(2, [two.address, three.address])
+        with InProcess() as three, writing(NOBODY, two, patience_s=0.3) as writer:
+            put(writer, 0)
+            with pytest.raises(ServiceError, match=NOBODY):
                 writer.flush(TIMEOUT_S)
-                assert steps_of(two) == steps_of(three) == [0]
-                assert writer.queued_bytes == 0
-            finally:
-                writer.close(0.0)
+            for server in (two, three):
+                server.engine.administration.fence(JOB, 2)
+            writer.set_generation(2, [two.address, three.address])
+            writer.flush(TIMEOUT_S)
+            assert steps_of(two) == steps_of(three) == [0]
+            assert writer.queued_bytes == 0
 
 
 class TestReplaying:
@@ -324,8 +258,7 @@ class TestReplaying:
                 heir.expect(
                     STREAM, reader.digests(STREAM, 0, server.address, cancelled=never), server.address
                 )
-            for step in range(5):
-                put(heir, step)
+            put_all(heir, *range(5))
             heir.flush(TIMEOUT_S)
             assert steps_of(one) == steps_of(two) == list(range(5))
             assert (heir.stats.verified, heir.stats.records) == (4, 1)
@@ -341,8 +274,7 @@ class TestReading:
     @pytest.fixture
     def both(self, one: InProcess, two: InProcess) -> tuple[InProcess, InProcess]:
         with writing(one, two) as writer:
-            for step in range(6):
-                put(writer, step)
+            put_all(writer, *range(6))
             writer.flush(TIMEOUT_S)
         return one, two
 
@@ -358,8 +290,7 @@ class TestReading:
             assert cursor.get(key(2), TIMEOUT_S, never).body[0] == 2
             cut_off(one)
             writer.expect(STREAM, reader.digests(STREAM, 0, two.address, cancelled=never))
-            for step in range(9):
-                put(writer, step)
+            put_all(writer, *range(9))
             assert [cursor.get(key(s), TIMEOUT_S, never).body[0] for s in range(3, 9)] == list(range(3, 9))
             cursor.close()
 

@@ -19,9 +19,9 @@ from swift_ft_services.logserver.storage import DirectoryStorage
 from tests.sim.disk import ROOT, PowerCut, SimDisk
 from tests.sim.kernel import Kernel
 from tests.sim.server import Unlocked
+from tests.unit.log.append_call import Replies
 from tests.unit.log.frames import JOB, STREAM, frame_of
 from tests.unit.log.memory_storage import MemoryStorage
-from tests.unit.log.test_appends import Nowhere
 from tests.unit.log.test_storage import fill
 
 SEGMENT_BYTES = 600
@@ -121,7 +121,7 @@ def test_after_a_crash_all_of_the_job_is_there_or_nothing(power_cut: bool, seed:
 def test_nobody_comes_back_while_writers_are_cut_off(state: ServerState) -> None:
     """Else one that is quick is there again before all of it is durable, for ever."""
     appends = Appends(state, Commits(state))
-    session = AppendCall(Nowhere(), Assembler(1 << 20))
+    session = AppendCall(Replies(), Assembler(1 << 20))
     appends.attach(session)
     opening = log_pb2.Open(job=JOB, stream=STREAM, generation=1)
     drop = procedures.drop(state, JOB, 0.0, force=True, why="")
@@ -134,7 +134,7 @@ def test_nobody_comes_back_while_writers_are_cut_off(state: ServerState) -> None
     reset = procedures.reset(state, JOB, 1)
     assert isinstance(next(reset), Settle)
     assert session.refusal is not None
-    again = AppendCall(Nowhere(), Assembler(1 << 20))
+    again = AppendCall(Replies(), Assembler(1 << 20))
     appends.attach(again)
     with pytest.raises(Refused, match="was reset"):
         appends.open(again, opening, 0.0)

@@ -14,7 +14,7 @@ from swift_ft.errors import ServiceError
 from swift_ft.log import admin
 from swift_ft.log.manifest import MANIFEST, decode_manifest
 from swift_ft.log.protocol import Reason
-from swift_ft.log.record import MARK_SLOT, STEP_MAX, RecordKey, Steps, mark
+from swift_ft.log.record import MARK_SLOT, STEP_MAX, RecordKey
 from swift_ft.log.segment import SegmentHeader, encode_segment_header
 from swift_ft.tools.inspect import DirectoryLog
 from swift_ft_services.logserver.storage import DirectoryStorage
@@ -140,13 +140,3 @@ def test_a_bug_is_answered_in_one_line(
             ServiceError, match=r"internal error in Inventory: ValueError\('Value out of range: -3'\)"
         ):
             admin.inventory(server.address, JOB, TIMEOUT_S)
-
-
-def test_a_sound_mark_is_taken() -> None:
-    with InProcess() as server:
-        call = Call(server)
-        call.open()
-        call.send(record(0, mark(Steps(3, 7))))
-        call.until_acked(1)
-        (found,) = admin.inventory(server.address, JOB, TIMEOUT_S)
-        assert admin.unlogged(found) == Steps(3, 7)

@@ -19,11 +19,12 @@ from swift_ft_services.logserver.state import AppendCall, EngineConfig, ServerSt
 from swift_ft_services.logserver.storage import RESERVE, DirectoryStorage
 from swift_ft_services.logserver.storage_interface import Write
 from tests.sim.server import Unlocked
+from tests.unit.log.append_call import Replies
 from tests.unit.log.frames import JOB, STREAM, frame_of
 from tests.unit.log.memory_storage import MemoryStorage
-from tests.unit.log.test_appends import Nowhere
 from tests.unit.log.test_storage import (
     FIVE_A_SEGMENT,
+    failing,
     files,
     fill,
     frame_in,
@@ -32,14 +33,6 @@ from tests.unit.log.test_storage import (
     sequences,
     write,
 )
-
-
-def failing(number: int) -> Callable[..., int]:
-    def call(*_: object) -> int:
-        raise OSError(number, os.strerror(number))
-
-    return call
-
 
 # -- the storage --------------------------------------------------------------------------------------
 
@@ -272,7 +265,7 @@ class World:
     def __init__(self) -> None:
         self.state = ServerState(MemoryStorage(), EngineConfig(fsync_interval_s=0.1), Unlocked())
         self.commits = Commits(self.state)
-        self.session = AppendCall(Nowhere(), Assembler(1 << 20))
+        self.session = AppendCall(Replies(), Assembler(1 << 20))
         self.state.core.fence(JOB, 1)
         stream = self.state.core.open(JOB, STREAM, 1, 0)
         assert isinstance(stream, StreamState)

@@ -19,10 +19,10 @@ from swift_ft.log.shared_memory import LentFiles, ask_for_files
 from swift_ft_services.logserver import reading as server_reading
 from swift_ft_services.logserver.reading import Lender, Reading
 from swift_ft_services.logserver.storage import DirectoryStorage
+from tests.unit.log.clients import TIMEOUT_S, following, key, put, reading, value_of, writing
 from tests.unit.log.service import JOB, InProcess, eventually
 from tests.unit.log.test_cold import Cold
 from tests.unit.log.test_storage import on_disk
-from tests.unit.log.test_writer_reader import TIMEOUT_S, following, key, put, reading, value_of, writing
 
 STEPS = 40
 SEGMENT_BYTES = 1500  # some ten records
@@ -142,11 +142,10 @@ def test_records_of_many_sizes_and_a_share_of_them(server: InProcess, seen: Seen
     wanted = range(10, 20)
     share = ReadFilter(first=10, behind=20, of=30, below_step=1)
     with reading(server) as log:
-        cursor = log.follow(STREAM, 0, share)
-        for number in wanted:
-            body = cursor.get(key(0, number), TIMEOUT_S, lambda: False).body
-            assert bytes(body) == bytes([number]) * sizes[number]
-        cursor.close()
+        with following(log, STREAM, 0, share) as cursor:
+            for number in wanted:
+                body = cursor.get(key(0, number), TIMEOUT_S, lambda: False).body
+                assert bytes(body) == bytes([number]) * sizes[number]
         with following(log, STREAM, 0) as cursor:
             for number, size in enumerate(sizes):
                 assert cursor.get(key(0, number), TIMEOUT_S, lambda: False).body.nbytes == size

@@ -6,14 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift_ft._pb import log_pb2, log_pb2_grpc
+from swift_ft._pb import log_pb2
 from swift_ft.errors import RecordMissing
 from swift_ft.log.frame import BODY_BYTES_MAX, Assembler
-from swift_ft.log.protocol import open_channel
-from swift_ft.log.reader import LogReader, ReadFilter
+from swift_ft.log.reader import ReadFilter, never
 from swift_ft.log.record import MARK_SLOT, RecordKey
-from swift_ft_services.logserver import reading
-from tests.log_client import LogWriter
+from swift_ft_services.logserver import reading as server_reading
+from tests.unit.log.clients import following, reading, writing
 from tests.unit.log.service import JOB, InProcess
 
 STREAM = "s0.F"
@@ -25,20 +24,17 @@ KEYS = [RecordKey(step, mb, 0) for step in range(STEPS) for mb in (*range(MICROB
 @pytest.fixture(scope="module")
 def server() -> Iterator[InProcess]:
     with InProcess() as running:
-        writer = LogWriter([running.address], JOB, 1)
-        for key in KEYS:
-            writer.append(STREAM, key, "uint8", (4,), bytes([key.step, key.microbatch % 256, 1, 2]))
-        writer.flush(10.0)
-        writer.close(0.0)
+        with writing(running) as writer:
+            for key in KEYS:
+                writer.append(STREAM, key, "uint8", (4,), bytes([key.step, key.microbatch % 256, 1, 2]))
+            writer.flush(10.0)
         yield running
 
 
 def sent(server: InProcess, request: log_pb2.ReadRequest) -> list[RecordKey]:
     """What the server sends in answer."""
-    assembler = Assembler(BODY_BYTES_MAX)
-    with open_channel(server.address) as channel:
-        replies = log_pb2_grpc.LogStub(channel).Read(request)
-        return [header.key for reply in replies for header, _ in assembler.feed(memoryview(reply.frames))]
+    assembler, replies = Assembler(BODY_BYTES_MAX), server.stub.Read(request)
+    return [header.key for reply in replies for header, _ in assembler.feed(memoryview(reply.frames))]
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 4096])
@@ -46,7 +42,7 @@ def test_the_server_sends_the_share_only(
     server: InProcess, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if it looks at few records before others get its lock: those that it passes end nothing."""
-    monkeypatch.setattr(reading, "_LOOKED_AT_ONCE", at_once)
+    monkeypatch.setattr(server_reading, "_LOOKED_AT_ONCE", at_once)
     request = log_pb2.ReadRequest(
         job=JOB, stream=STREAM, share={"first": 1, "behind": 3, "of": 5, "below_step": 3}
     )
@@ -56,31 +52,21 @@ def test_the_server_sends_the_share_only(
 
 
 def test_a_cursor_has_the_share(server: InProcess) -> None:
-    reader = LogReader([server.address], JOB)
-    cursor = reader.follow(STREAM, 0, SHARE)
-    try:
+    with reading(server) as reader, following(reader, STREAM, 0, SHARE) as cursor:
         for key in KEYS:
             if SHARE.has(key):
-                assert bytes(cursor.get(key, 10.0, lambda: False).body)[0] == key.step
+                assert cursor.get(key, 10.0, never).body[0] == key.step
         with pytest.raises(RecordMissing):
-            cursor.get(RecordKey(0, 0, 0), 0.2, lambda: False)
-    finally:
-        cursor.close()
-        reader.close()
+            cursor.get(RecordKey(0, 0, 0), 0.2, never)
 
 
 def test_a_cursor_keeps_the_share_of_what_an_older_server_sends(
     server: InProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "_share_of", lambda _request: None)
-    reader = LogReader([server.address], JOB)
-    cursor = reader.follow(STREAM, 0, SHARE)
-    try:
-        cursor.get(KEYS[-1], 10.0, lambda: False)
+    monkeypatch.setattr(server_reading, "_share_of", lambda _request: None)
+    with reading(server) as reader, following(reader, STREAM, 0, SHARE) as cursor:
+        cursor.get(KEYS[-1], 10.0, never)
         assert set(cursor._records) == {key for key in KEYS[:-1] if SHARE.has(key)}
-    finally:
-        cursor.close()
-        reader.close()
 
 
 @given(key=st.builds(RecordKey, st.integers(0, 5), st.integers(0, 9), st.integers(0, 3)))

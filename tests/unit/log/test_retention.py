@@ -2,19 +2,17 @@
 
 import random
 import time
-from pathlib import Path
 
 import pytest
 
 from swift_ft._pb import log_pb2
 from swift_ft.errors import LogUnavailable, ServiceError, UsageError
 from swift_ft.log import admin
-from swift_ft.log.directory import LIVES_S, forget_job, sub_directories
+from swift_ft.log.directory import LIVES_S
 from swift_ft.log.record import RecordKey
 from swift_ft_services.logserver.engine import LogEngine
 from swift_ft_services.logserver.quotas import DiskState, SpaceConfig
 from swift_ft_services.logserver.state import EngineConfig
-from swift_ft_services.logserver.storage import DirectoryStorage
 from tests.log_client import LogWriter
 from tests.unit.log.memory_storage import MemoryStorage
 from tests.unit.log.service import JOB, InProcess, eventually, impatient_about
@@ -164,20 +162,6 @@ def test_a_drop_that_the_disk_refuses_keeps_the_job() -> None:
         (found,) = admin.inventory(server.address, JOB, TIMEOUT_S)
         assert found.records == 1
         assert server.engine.state.space.job(JOB).used_bytes == FRAME
-
-
-def test_a_dropped_job_is_gone_after_a_kill_between_rename_and_removal(tmp_path: Path) -> None:
-    directory = tmp_path / "log"
-    for job in ("kept", "gone"):
-        (directory / job).mkdir(parents=True)
-        (directory / job / "file").write_bytes(b"x")
-    grave = forget_job(directory, "gone")
-    assert grave.exists()
-    storage = DirectoryStorage(directory, 1 << 20)
-    assert [job.name for job in storage.recover()] == ["kept"]
-    storage.close()
-    assert not grave.exists()
-    assert sub_directories(directory) == ["kept"]
 
 
 @pytest.mark.parametrize(

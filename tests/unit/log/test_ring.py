@@ -288,21 +288,6 @@ def test_a_body_that_never_comes_is_never_seen(kind: str) -> None:
     world.close()
 
 
-def test_wait_gives_the_memory_back(world: World) -> None:
-    body = bytearray(100 << 10)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(body))
-    header = header_of(0, RecordKey(0, 0, 0), "uint8", (len(body),), len(body))
-    for number in range(200):
-        body[:] = bytes([number]) * len(body)
-        end = world.producer.push(header, address, len(body), False)
-        world.producer.wait(end)
-        body[:] = b"\xff" * len(body)
-        entry = taken(world.consumer)
-        assert entry is not None
-        assert set(entry.body) == {number}
-        world.consumer.release(entry.end)
-
-
 def test_bodies_of_many_pieces_are_whole_when_a_wait_is_over(kind: str) -> None:
     """Who waits copies beside the copier: every piece once, and none after the wait."""
     world, chance = World(16 << 20), random.Random(0)

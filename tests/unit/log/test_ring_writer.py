@@ -4,7 +4,7 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
@@ -16,8 +16,8 @@ from swift_ft.log.ring import Memory, Word, header_of, producer
 from swift_ft.log.sender_core import BATCH_BYTES
 from swift_ft.log.sidecar import RingWriter
 from tests.log_client import Writer, close_links
+from tests.unit.log.clients import TIMEOUT_S, key, rank_writing
 from tests.unit.log.service import JOB, InProcess, eventually
-from tests.unit.log.test_writer_reader import TIMEOUT_S, key
 
 BODY = b"\7" * 100
 
@@ -172,7 +172,7 @@ def test_a_successor_is_patient_with_a_server_that_does_not_say_what_it_has_trim
 ) -> None:
     holdings, troubles = LogReader.holdings, []
     with InProcess() as running:
-        with closing(Writer([running.address], JOB, 1)) as writer:
+        with rank_writing(running) as writer:
             for step in range(6):
                 writer.append("s0.F", key(step), "uint8", (5,), bytes(5))
             writer.flush(TIMEOUT_S)
@@ -193,34 +193,35 @@ def test_a_successor_is_patient_with_a_server_that_does_not_say_what_it_has_trim
 
 def test_who_replays_or_may_drop_records_does_not_gather() -> None:
     with InProcess() as running:
-        with closing(Writer([running.address], JOB, 1, when_full="drop")) as writer:
+        with rank_writing(running, when_full="drop") as writer:
             assert writer._memory.load(Word.URGENT) == 1
-        with closing(Writer([running.address], JOB, 1)) as writer:
+        with rank_writing(running) as writer:
             for keep in (False, True, False):
                 writer.append("s0.F", key(int(keep)), "uint8", (5,), bytes(5), keep=keep)
                 assert writer._memory.load(Word.URGENT) == keep
 
 
-def test_the_end_of_a_step_sends_its_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    """(the trainer's part of it)"""
-    with InProcess() as running, closing(Writer([running.address], JOB, 1)) as writer:
+@pytest.mark.parametrize(
+    "done",
+    [
+        lambda writer: writer.forget_below(1),  # at the end of a step
+        lambda writer: writer.append("s0.F", key(0), "uint8", (5,), bytes(5), keep=True),  # in a replay
+    ],
+    ids=["the end of a step", "a replay"],
+)
+def test_the_trainer_wakes_the_sidecar_for(
+    done: Callable[[Writer], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with InProcess() as running, rank_writing(running) as writer:
         write, written = os.eventfd_write, []
         monkeypatch.setattr(os, "eventfd_write", lambda fd, value: (written.append(fd), write(fd, value))[1])
-        writer.forget_below(1)
-        assert written == [writer._wake]
-
-
-def test_who_begins_a_replay_wakes_the_sidecar(monkeypatch: pytest.MonkeyPatch) -> None:
-    with InProcess() as running, closing(Writer([running.address], JOB, 1)) as writer:
-        write, written = os.eventfd_write, []
-        monkeypatch.setattr(os, "eventfd_write", lambda fd, value: (written.append(fd), write(fd, value))[1])
-        writer.append("s0.F", key(0), "uint8", (5,), bytes(5), keep=True)
+        done(writer)
         assert writer._wake in written
 
 
 def test_the_ring_says_when_the_trainer_has_renewed_its_lease() -> None:
     with InProcess() as running:
-        with closing(Writer([running.address], JOB, 1)) as writer:
+        with rank_writing(running) as writer:
             writer.renewed(2.5)
             assert writer._memory.load(Word.RENEWED) == 2_500_000_000
         writer.renewed(3.0)  # the lease's thread does not know that it is closed

@@ -5,7 +5,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -16,25 +16,24 @@ from hypothesis import strategies as st
 from swift_ft._pb import log_pb2
 from swift_ft.log.directory import age_s
 from swift_ft.log.protocol import Reason, reason_of
-from swift_ft.log.reader import LogReader
+from swift_ft.log.reader import never
 from swift_ft.log.record import RecordKey
-from swift_ft_services.logserver import reading
+from swift_ft_services.logserver import reading as server_reading
 from swift_ft_services.logserver.core import Hole, LogCore
 from swift_ft_services.logserver.engine import LogEngine
 from swift_ft_services.logserver.quotas import SpaceConfig
 from swift_ft_services.logserver.segments import StorageBusy
 from swift_ft_services.logserver.service import LogServicer
 from swift_ft_services.logserver.state import EngineConfig
-from swift_ft_services.logserver.storage_interface import Place, Write
+from swift_ft_services.logserver.storage_interface import Place
 from tests.log_client import LogWriter
 from tests.unit.log.append_call import Call
+from tests.unit.log.clients import TIMEOUT_S, following, key, reading, writing
 from tests.unit.log.frames import JOB, STREAM, frame_of
 from tests.unit.log.memory_storage import MemoryStorage
 from tests.unit.log.service import InProcess, eventually
 from tests.unit.log.test_core import trimmed
 from tests.unit.log.test_storage import fill, frame_in, on_disk, write
-
-TIMEOUT_S = 10.0
 
 
 def os_error(number: int) -> OSError:
@@ -142,14 +141,8 @@ def test_a_read_that_the_server_has_no_means_for_makes_no_hole(number: int) -> N
         assert server.engine.state.core.jobs[JOB].streams[STREAM].holes == []
         # A reader asks again.
         storage.errors = [number]
-        reader = LogReader([server.address], JOB)
-        cursor = reader.follow(STREAM, 0)
-        assert [bytes(cursor.get(RecordKey(at, 0, 0), TIMEOUT_S, lambda: False).body) for at in range(2)] == [
-            b"\0",
-            b"\1",
-        ]
-        cursor.close()
-        reader.close()
+        with reading(server) as reader, following(reader, STREAM, 0) as cursor:
+            assert [cursor.get(key(at), TIMEOUT_S, never).body[0] for at in range(2)] == [0, 1]
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EBADMSG])
@@ -174,7 +167,7 @@ def test_no_memory_to_read_into_is_no_damage(monkeypatch: pytest.MonkeyPatch) ->
             raise os_error(errno.ENOMEM)
 
         with monkeypatch.context() as short:
-            short.setattr(reading, "page_aligned", none_left)
+            short.setattr(server_reading, "page_aligned", none_left)
             with pytest.raises(grpc.RpcError) as caught:
                 list(server.stub.Read(log_pb2.ReadRequest(job=JOB, stream=STREAM), timeout=TIMEOUT_S))
         assert reason_of(caught.value) == Reason.BUSY
@@ -182,10 +175,10 @@ def test_no_memory_to_read_into_is_no_damage(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def fill_stream(server: InProcess, count: int) -> None:
-    writer = LogWriter([server.address], JOB, 1)
-    for step in range(count):
-        writer.append(STREAM, RecordKey(step, 0, 0), "uint8", (1,), bytes([step]))
-    writer.close()
+    with writing(server) as writer:
+        for step in range(count):
+            writer.append(STREAM, key(step), "uint8", (1,), bytes([step]))
+        writer.flush(TIMEOUT_S)
 
 
 @given(st.permutations(range(6)))
@@ -206,34 +199,6 @@ def test_holes_stay_in_order_however_they_are_found(order: list[int]) -> None:
 
 
 # -- no descriptor to spare -----------------------------------------------------------------------------
-
-
-class Busy(MemoryStorage):
-    busy = 0
-
-    def commit(self, writes: Sequence[Write], sync: bool) -> None:
-        if writes and self.busy:
-            self.busy -= 1
-            raise StorageBusy("made up")
-        super().commit(writes, sync)
-
-
-def test_a_writer_comes_again_after_the_server_was_short_of_descriptors() -> None:
-    storage = Busy()
-    with InProcess(storage) as server:
-        health: list[bool] = []
-        call = Call(server)
-        call.open()
-        server.engine.state.on_health = health.append
-        storage.busy = 1
-        call.send(frame_of(0)[1])
-        assert call.refused()[:2] == (grpc.StatusCode.UNAVAILABLE, "busy")
-        storage.busy = 2
-        fill_stream(server, 3)
-        assert storage.busy == 0
-        assert sorted(storage.frames[JOB, STREAM]) == [0, 1, 2]
-        assert server.engine.state.condition() == "serving"
-        assert False not in health
 
 
 def test_without_a_descriptor_the_storage_is_where_it_was(

@@ -275,14 +275,6 @@ def test_a_last_file_and_its_note_put_back_together_are_missed_by_a_writer_that_
             assert server.read() == b"".join(frame_of(n)[1] for n in range(9))
 
 
-def test_a_sound_kill_misses_nothing(tmp_path: Path) -> None:
-    storage = on_disk(tmp_path / "data", FIVE_A_SEGMENT)
-    fill(storage, 0, 9)
-    crash(storage)
-    found = recovered(tmp_path / "data")
-    assert (sequences(found), found.holes) == (list(range(9)), [])
-
-
 def test_a_damaged_note_harms_nobody(tmp_path: Path) -> None:
     storage = on_disk(tmp_path / "data")
     fill(storage, 0, 3)
@@ -292,17 +284,6 @@ def test_a_damaged_note_harms_nobody(tmp_path: Path) -> None:
     for at in range(40):
         note.write_bytes(whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :])
         assert recovered(tmp_path / "data").holes == []
-
-
-def test_a_sealed_file_that_is_removed_while_the_server_runs_is_damage(tmp_path: Path) -> None:
-    with Server(tmp_path, FIVE_A_SEGMENT) as server:
-        server.fence()
-        server.append(0, 5)
-        server.append(5, 7, acked=5)
-        segment_of(tmp_path).unlink()
-        with pytest.raises(grpc.RpcError) as refused:
-            server.read()
-        assert reason_of(refused.value) == Reason.CORRUPT
 
 
 # -- what is no file -----------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from swift_ft._pb import log_pb2
-from swift_ft.errors import RecordInvalid
 from swift_ft.log.frame import FrameHeader, encode_header
 from swift_ft.log.segment import scan
 from swift_ft.log.shared_memory import PLACE, hand_over, is_near
@@ -317,13 +316,6 @@ def test_a_changed_body_leaves_the_file_as_it_was(size: int, part: float, tmp_pa
     storage.close()
     assert bodies(tmp_path)[1:] == [body, body]
     assert recovered(tmp_path / "data", "s1.F").appended == 1
-
-
-def test_bodies_outside_of_a_memory_do_not_exist() -> None:
-    header, _ = frame_of(0)
-    for offset in (1, 24, 1 << 63):
-        with pytest.raises(RecordInvalid, match="are not in a memory of 24"):
-            SharedBody(header, Fickle(body_of(0)), offset)
 
 
 def test_memory_is_let_go_with_its_call(server: InProcess, memory: int) -> None:

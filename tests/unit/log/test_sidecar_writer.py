@@ -5,8 +5,7 @@ import os
 import signal
 import struct
 import threading
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 
 import pytest
 
@@ -20,26 +19,16 @@ from swift_ft.errors import (
     UsageError,
 )
 from swift_ft.log import admin, ring, sidecar_client
-from swift_ft.log.reader import LogReader, never
+from swift_ft.log.reader import never
 from swift_ft.log.record import RecordKey, digest_of
 from swift_ft.log.sidecar import Message, RingWriter
 from swift_ft_services.logserver.quotas import DiskState
 from swift_ft_services.logserver.state import EngineConfig
 from tests.log_client import Writer, close_links
+from tests.unit.log.clients import TIMEOUT_S, Gate, following, key, put, reading, value_of
+from tests.unit.log.clients import rank_writing as writing
 from tests.unit.log.memory_storage import MemoryStorage
 from tests.unit.log.service import JOB, InProcess, eventually
-from tests.unit.log.test_writer_reader import TIMEOUT_S, Gate, following, key, put, reading, server, value_of
-
-__all__ = ["server"]
-
-
-@contextmanager
-def writing(server: InProcess, **options: object) -> Iterator[Writer]:
-    writer = Writer([server.address], JOB, 1, **options)  # type: ignore[arg-type]
-    try:
-        yield writer
-    finally:
-        writer.close(0.0)
 
 
 def test_append_flush_read(server: InProcess) -> None:
@@ -85,20 +74,6 @@ def test_a_key_appended_before_is_compared_not_sent(server: InProcess) -> None:
         assert stream.records == 2
 
 
-def test_expected_keys_are_compared_and_holes_are_filled(server: InProcess) -> None:
-    with writing(server) as writer:
-        put(writer, 0)
-        put(writer, 1)
-        writer.flush(TIMEOUT_S)
-    with writing(server) as replaying, reading(server) as reader:
-        replaying.expect("s0.F", reader.digests("s0.F", 0, cancelled=never))
-        for step in range(4):
-            put(replaying, step)
-        replaying.flush(TIMEOUT_S)
-        assert (replaying.stats.verified, replaying.stats.records) == (2, 2)
-        assert sorted(reader.digests("s0.F", 0, cancelled=never)) == [key(step) for step in range(4)]
-
-
 def test_divergence_names_the_record(server: InProcess) -> None:
     with writing(server) as writer:
         writer.expect("s2.B", {key(7, 3): digest_of("int64", (1,), struct.pack("<q", 1))})
@@ -119,21 +94,6 @@ def test_divergence_names_the_record(server: InProcess) -> None:
             writer.flush(TIMEOUT_S)
 
 
-def test_forgotten_keys_are_sent_and_the_server_answers(server: InProcess) -> None:
-    """Nobody does this rightly: the server has the key, so it refuses a second record of the same name."""
-    with writing(server) as writer:
-        for step in (1, 2):
-            put(writer, step)
-        writer.flush(TIMEOUT_S)
-        writer.forget_below(2)
-        put(writer, 2)
-        writer.flush(TIMEOUT_S)
-        assert writer.stats.verified == 1
-        put(writer, 1)
-        with pytest.raises(SequenceConflict, match="is record 0 already"):
-            writer.flush(TIMEOUT_S)
-
-
 def test_a_fence_and_the_next_generation(server: InProcess) -> None:
     with writing(server, patience_s=3.0) as writer:
         put(writer, 0)
@@ -148,8 +108,9 @@ def test_a_fence_and_the_next_generation(server: InProcess) -> None:
         writer.flush(TIMEOUT_S)
         (stream,) = admin.inventory(server.address, JOB, TIMEOUT_S)
         assert stream.records == 3
-        with pytest.raises(UsageError, match="older"):
-            writer.set_generation(1)
+        for call in (writer.set_generation, writer.restart):
+            with pytest.raises(UsageError, match="generation 1 is older than 2"):
+                call(1)
 
 
 def test_fences_under_load_lose_and_double_nothing(server: InProcess) -> None:
@@ -175,15 +136,6 @@ def test_a_generation_that_is_not_granted_yet_is_waited_for(server: InProcess) -
         writer.flush(TIMEOUT_S)
     with pytest.raises(StaleGeneration, match="older than the granted 3"):
         admin.fence(server.address, JOB, 2, TIMEOUT_S)
-
-
-def test_no_generation_comes_back(server: InProcess) -> None:
-    with writing(server) as writer:
-        server.engine.administration.fence(JOB, 3)
-        writer.set_generation(3)
-        for call in (writer.set_generation, writer.restart):
-            with pytest.raises(UsageError, match="generation 2 is older than 3"):
-                call(2)
 
 
 def test_an_interrupt_stands_until_the_next_generation(server: InProcess) -> None:
@@ -271,10 +223,8 @@ def test_no_server_at_all() -> None:
         put(writer, 1)
     with pytest.raises(LogUnavailable, match="did not answer in time"):
         admin.fence("127.0.0.1:1", JOB, 1, 0.3)
-    reader = LogReader(["127.0.0.1:1"], JOB)
-    with pytest.raises(LogUnavailable):
+    with reading("127.0.0.1:1") as reader, pytest.raises(LogUnavailable):
         reader.digests("a", 0, timeout_s=0.3, cancelled=never)
-    reader.close()
 
 
 def test_a_server_with_a_lower_limit_refuses_with_advice() -> None:
@@ -464,11 +414,8 @@ def test_what_is_lent_may_change_once_it_is_settled() -> None:
         writer.wait_copied()
         body[:] = b"\2" * len(body)
         writer.flush(TIMEOUT_S)
-        reader = LogReader([running.address], JOB)
-        cursor = reader.follow("s0.F", 0)
-        assert set(cursor.get(key(0), TIMEOUT_S, lambda: False).body) == {1}
-        cursor.close()
-        reader.close()
+        with reading(running) as reader, following(reader, "s0.F", 0) as cursor:
+            assert set(cursor.get(key(0), TIMEOUT_S, never).body) == {1}
 
 
 @pytest.mark.parametrize("codec", ["none", "bitshuffle"])
@@ -482,11 +429,8 @@ def test_codecs_and_what_they_made_of_it(codec: str) -> None:
         assert (stats.records, stats.bytes) == (3, 3 * len(body))
         (stream,) = admin.inventory(running.address, JOB, TIMEOUT_S)
         assert (stream.bytes < stats.bytes) == (codec == "bitshuffle")
-        reader = LogReader([running.address], JOB)
-        cursor = reader.follow("s0.F", 0)
-        assert cursor.get(key(2), TIMEOUT_S, lambda: False).body == body
-        cursor.close()
-        reader.close()
+        with reading(running) as reader, following(reader, "s0.F", 0) as cursor:
+            assert cursor.get(key(2), TIMEOUT_S, never).body == body
     assert writer.stats == stats
 
 

@@ -1,9 +1,9 @@
 """The writer with when_full="drop", against a server that takes nothing for a while."""
 
 import threading
-import time
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,29 +11,23 @@ import pytest
 from swift_ft._pb import log_pb2
 from swift_ft.errors import LogUnavailable, RecordMissing
 from swift_ft.log import admin
-from swift_ft.log.reader import LogReader, never
+from swift_ft.log.reader import never
 from swift_ft.log.record import MARK_SLOT, Dropped, Steps, hull
 from swift_ft.tools.inspect import DirectoryLog
 from swift_ft_services.logserver.engine import LogEngine
 from swift_ft_services.logserver.state import EngineConfig
 from swift_ft_services.logserver.storage import DirectoryStorage
 from tests.log_client import Writer
+from tests.unit.log.clients import TIMEOUT_S, Gate, following, key, rank_writing, reading
 from tests.unit.log.service import JOB, InProcess, eventually
-from tests.unit.log.test_writer_reader import TIMEOUT_S, Gate, key
 
 QUEUE_BYTES = 1 << 20
 BODY = bytes(200 << 10)
 STREAM = "s0.F"
 
 
-@contextmanager
-def writing(server: InProcess, **options: object) -> Iterator[Writer]:
-    options = {"queue_bytes": QUEUE_BYTES, "when_full": "drop", **options}
-    writer = Writer([server.address], JOB, 1, **options)  # type: ignore[arg-type]
-    try:
-        yield writer
-    finally:
-        writer.close(0.0)
+def writing(server: InProcess, **options: object) -> AbstractContextManager[Writer]:
+    return rank_writing(server, **{"queue_bytes": QUEUE_BYTES, "when_full": "drop", **options})
 
 
 @contextmanager
@@ -59,15 +53,9 @@ def inventory(server: InProcess) -> log_pb2.StreamInventory:
 
 def steps_there(server: InProcess, from_step: int = 0) -> dict[int, int]:
     """step -> its records, without marks."""
-    reader = LogReader([server.address], JOB)
-    found: dict[int, int] = {}
-    try:
-        for record in reader.digests(STREAM, from_step, cancelled=never):
-            if record.slot != MARK_SLOT:
-                found[record.step] = found.get(record.step, 0) + 1
-    finally:
-        reader.close()
-    return found
+    with reading(server) as reader:
+        found = reader.digests(STREAM, from_step, cancelled=never)
+    return Counter(record.step for record in found if record.slot != MARK_SLOT)
 
 
 def filled(writer: Writer) -> int:
@@ -145,15 +133,10 @@ def test_a_reader_of_a_declared_step_does_not_wait() -> None:
         first = filled(writer)
         gate.open.set()
         writer.flush(TIMEOUT_S)
-        reader = LogReader([server.address], JOB)
-        cursor = reader.follow(STREAM, 0)
-        try:
+        with reading(server) as reader, following(reader, STREAM, 0) as cursor:
             assert cursor.get(key(0), TIMEOUT_S, never).key == key(0)
             with pytest.raises(RecordMissing, match=f"step {first} microbatch 1 .*declared unlogged"):
                 cursor.get(key(first, 1), 1e6, never)
-        finally:
-            cursor.close()
-            reader.close()
 
 
 def test_what_must_be_kept_waits() -> None:
@@ -220,18 +203,13 @@ def test_who_waits_for_a_record_already_is_freed_by_its_declaration() -> None:
     with InProcess() as server, writing(server, when_full="block") as writer:
         assert put(writer, 2)
         writer.flush(TIMEOUT_S)
-        reader = LogReader([server.address], JOB)
-        cursor = reader.follow(STREAM, 2)
         late = threading.Timer(0.2, lambda: (writer.unlogged.lacks(STREAM, Steps(2, 2)), writer.declare()))
-        try:
+        with reading(server) as reader, following(reader, STREAM, 2) as cursor:
             assert cursor.get(key(2), TIMEOUT_S, never).key == key(2)
             late.start()
             with pytest.raises(RecordMissing, match=r"step 2 microbatch 1 .*declared unlogged"):
                 cursor.get(key(2, 1), 1e6, never)
-        finally:
-            late.join()
-            cursor.close()
-            reader.close()
+        late.join()
 
 
 def test_what_is_declared_at_once_is_not_waited_for_and_comes_by_itself() -> None:
@@ -241,11 +219,12 @@ def test_what_is_declared_at_once_is_not_waited_for_and_comes_by_itself() -> Non
         writer.declare()  # the server takes nothing
         gate.open.set()
         wanted = {STREAM: Steps(2, 3), "other": Steps(3, 3)}
-        deadline = time.monotonic() + TIMEOUT_S
-        while {
-            s.stream: admin.unlogged(s) for s in admin.inventory(server.address, JOB, TIMEOUT_S)
-        } != wanted:
-            assert time.monotonic() < deadline
+        eventually(
+            lambda: (
+                {s.stream: admin.unlogged(s) for s in admin.inventory(server.address, JOB, TIMEOUT_S)}
+                == wanted
+            )
+        )
         writer.declare()  # nothing is due any more
         writer.flush(TIMEOUT_S)
         assert [stream.records for stream in admin.inventory(server.address, JOB, TIMEOUT_S)] == [1, 1]

@@ -2,18 +2,13 @@
 
 from pathlib import Path
 
-import pytest
 from grpc_health.v1 import health_pb2
 
-from swift_ft.errors import LogUnavailable
-from swift_ft.log.record import RecordKey
 from swift_ft_services.logserver.disk import RealDisk
 from swift_ft_services.logserver.metrics import LogMetrics
 from swift_ft_services.logserver.storage import DirectoryStorage, JobMeta
 from swift_ft_services.logserver.storage_interface import Write
-from tests.log_client import LogWriter
-from tests.unit.log.memory_storage import MemoryStorage
-from tests.unit.log.service import JOB, InProcess, impatient_about
+from tests.unit.log.service import InProcess
 
 
 def test_commits_are_counted(tmp_path: Path) -> None:
@@ -52,17 +47,3 @@ def test_health_follows_the_state_whoever_sets_it() -> None:
         assert service.health_status() == health_pb2.HealthCheckResponse.NOT_SERVING
         service.engine.state.on_health(True)
         assert service.health_status() == health_pb2.HealthCheckResponse.NOT_SERVING
-
-
-def test_a_failed_storage_is_not_serving_and_says_so() -> None:
-    storage = MemoryStorage()
-    with InProcess(storage) as service:
-        writer = LogWriter([service.address], JOB, 1)
-        storage.failing = "EIO, made up"
-        writer.append("s0.F", RecordKey(0, 0, 0), "uint8", (3,), b"abc")
-        impatient_about(writer, service.address, "made up")
-        with pytest.raises(LogUnavailable, match="made up"):
-            writer.flush(10)
-        assert service.health_status() == health_pb2.HealthCheckResponse.NOT_SERVING
-        assert (service.engine.state.condition(), service.engine.committer.commits.unsettled) == ("failed", 0)
-        writer.close(0.0)

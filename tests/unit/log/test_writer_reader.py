@@ -1,11 +1,8 @@
 """The Python API end to end against a server in this process: reader, cursor, admin."""
 
 import random
-import struct
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,72 +12,16 @@ from swift_ft._pb import log_pb2
 from swift_ft.errors import (
     LogInterrupted,
     LogUnavailable,
-    RecordCorrupt,
     RecordMissing,
     RecordTrimmed,
     UsageError,
 )
 from swift_ft.log import admin, sender, sender_core
-from swift_ft.log.reader import LogReader, StreamCursor, never
-from swift_ft.log.record import RecordKey
+from swift_ft.log.reader import LogReader, never
 from swift_ft_services.logserver.storage import DirectoryStorage
-from tests.log_client import LogWriter, Writer
-from tests.unit.log.memory_storage import MemoryStorage
+from tests.log_client import Writer
+from tests.unit.log.clients import TIMEOUT_S, following, key, put, reading, writing
 from tests.unit.log.service import JOB, InProcess, eventually
-
-TIMEOUT_S = 10.0
-
-
-def key(step: int, microbatch: int = 0, slot: int = 0) -> RecordKey:
-    return RecordKey(step, microbatch, slot)
-
-
-@pytest.fixture
-def server() -> Iterator[InProcess]:
-    with InProcess() as running:
-        yield running
-
-
-@contextmanager
-def writing(server: InProcess, **options: object) -> Iterator[LogWriter]:
-    writer = LogWriter([server.address], JOB, 1, **options)  # type: ignore[arg-type]
-    try:
-        yield writer
-    finally:
-        writer.close(0.0)
-
-
-@contextmanager
-def reading(server: InProcess, **options: int) -> Iterator[LogReader]:
-    reader = LogReader([server.address], JOB, **options)
-    try:
-        yield reader
-    finally:
-        reader.close()
-
-
-@contextmanager
-def following(reader: LogReader, stream: str, from_step: int) -> Iterator[StreamCursor]:
-    cursor = reader.follow(stream, from_step)
-    try:
-        yield cursor
-    finally:
-        cursor.close()
-
-
-def put(
-    writer: LogWriter | Writer,
-    step: int,
-    microbatch: int = 0,
-    stream: str = "s0.F",
-    value: int | None = None,
-) -> None:
-    value = step * 100 + microbatch if value is None else value
-    writer.append(stream, key(step, microbatch), "int64", (1,), struct.pack("<q", value))
-
-
-def value_of(body: memoryview) -> int:
-    return int(struct.unpack("<q", body)[0])
 
 
 def test_which_streams_a_server_has(server: InProcess) -> None:
@@ -131,19 +72,6 @@ def test_a_server_makes_the_digests_answer_without_keeping_others_waiting(
     assert free == [True]
 
 
-class Gate(MemoryStorage):
-    """Commits nothing while it is shut."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open = threading.Event()
-        self.open.set()
-
-    def commit(self, writes: object, sync: bool) -> None:
-        assert self.open.wait(TIMEOUT_S)
-        super().commit(writes, sync)  # type: ignore[arg-type]
-
-
 def test_a_writer_without_work_is_never_impatient(server: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     idle_s = 0.0
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + idle_s)
@@ -168,23 +96,6 @@ def test_bad_writers_and_readers() -> None:
 
 
 # -- cursors ------------------------------------------------------------------------------------------
-
-
-def test_following_a_stream_that_is_being_written(server: InProcess) -> None:
-    with reading(server) as reader, following(reader, "s0.F", 2) as cursor, writing(server) as writer:
-        got = []
-
-        def consume() -> None:
-            for step in range(2, 30):
-                got.append(value_of(cursor.get(key(step), TIMEOUT_S, never).body))
-
-        thread = threading.Thread(target=consume)
-        thread.start()
-        for step in range(30):
-            put(writer, step)
-            time.sleep(0.002)
-        thread.join(TIMEOUT_S)
-        assert got == [step * 100 for step in range(2, 30)]
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
@@ -243,39 +154,12 @@ def test_prefetch_is_bounded_but_never_deadlocks(server: InProcess) -> None:
             assert cursor._held_bytes == 0
 
 
-def test_fault_14_a_flipped_bit_on_the_disk_is_named(server: InProcess) -> None:
-    storage = server.storage
-    assert isinstance(storage, MemoryStorage)
-    with writing(server) as writer, reading(server) as reader:
-        for step in range(4):
-            put(writer, step)
-        writer.flush(TIMEOUT_S)
-        frame = bytearray(storage.frames[JOB, "s0.F"][2])
-        frame[-1] ^= 1
-        storage.frames[JOB, "s0.F"][2] = bytes(frame)
-        with following(reader, "s0.F", 0) as cursor:
-            for step in (0, 1):
-                assert value_of(cursor.get(key(step), TIMEOUT_S, never).body) == step * 100
-            for step in (2, 3):
-                with pytest.raises(RecordCorrupt, match=r"record 2 of s0.F step 2"):
-                    cursor.get(key(step), TIMEOUT_S, never)
-        # From now on it is known, and the digests are refused with it.
-        with pytest.raises(RecordCorrupt):
-            reader.digests("s0.F", 0, cancelled=never)
-        (stream,) = admin.inventory(server.address, JOB, TIMEOUT_S)
-        assert stream.corrupt
-        assert "record 2" in stream.reason
-        # What a checkpoint covers does not matter.
-        assert list(reader.digests("s0.F", 3, cancelled=never)) == [key(3)]
-
-
 def test_a_new_generation_does_not_wait_for_the_pause_after_the_call_that_its_fence_has_ended(
     server: InProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (sender, sender_core):
         monkeypatch.setattr(module, "RETRY_S", 10 * TIMEOUT_S)
-    writer = LogWriter([server.address], JOB, 1)
-    try:
+    with writing(server) as writer:
         put(writer, 0)
         writer.flush(TIMEOUT_S)
         server.engine.administration.fence(JOB, 2)
@@ -284,5 +168,3 @@ def test_a_new_generation_does_not_wait_for_the_pause_after_the_call_that_its_fe
         put(writer, 1)
         writer.set_generation(2)
         writer.flush(TIMEOUT_S)
-    finally:
-        writer.close(0.0)
