@@ -1,6 +1,10 @@
-"""What a `CheckpointStore` asks of the process that it belongs to."""
+"""What a `CheckpointStore` asks of the process that it belongs to; and versions that such processes have saved."""
 
-from swift_ft.state.checkpoint_store import Unsaved
+from pathlib import Path
+from typing import Any
+
+from swift_ft.state.checkpoint_place import Place
+from swift_ft.state.checkpoint_store import CheckpointStore, Unsaved
 
 
 class Holding:
@@ -14,3 +18,28 @@ class Holding:
 def unexpected(unsaved: Unsaved) -> None:
     """(of a save that is expected to work)"""
     raise AssertionError(unsaved.reason)
+
+
+def store_of(
+    where: str | Path | Place, rank: int = 0, *, generation: int = 0, twins: tuple[int, ...] = ()
+) -> CheckpointStore:
+    """Of a process that has entered this generation."""
+    return CheckpointStore(where, rank, Holding(entered=generation), twins=twins)
+
+
+def keep(store: CheckpointStore, version: int, state: Any) -> CheckpointStore:
+    """It has saved this version."""
+    store.save(version, state, lambda _version: None, unexpected)
+    store.wait()
+    return store
+
+
+def saved(
+    where: str | Path | Place, version: int, state: Any, rank: int = 0, *, generation: int = 1
+) -> CheckpointStore:
+    return keep(store_of(where, rank, generation=generation), version, state)
+
+
+def load(where: str | Path | Place, version: int, rank: int = 0) -> Any:
+    """By another process."""
+    return store_of(where, rank).load(version)

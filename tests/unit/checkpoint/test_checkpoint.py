@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.state.checkpoint_file import empty_tensors
-from swift_ft.state.checkpoint_store import CheckpointStore
 from swift_ft.state.tree import join, split
-from tests.unit.checkpoint.holding import Holding, unexpected
+from tests.unit.checkpoint.holding import keep, load, saved, store_of
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 values = st.recursive(
@@ -104,10 +103,7 @@ def test_what_people_keep_comes_back_with_its_type(value: Any) -> None:
     ],
 )
 def test_strides_come_back_where_they_can(tensor: torch.Tensor, tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, 0, Holding())
-    store.save(1, {"x": tensor}, lambda _version: None, unexpected)
-    store.wait()
-    again = store.load(1)["x"]
+    again = saved(tmp_path, 1, {"x": tensor}).load(1)["x"]
     assert torch.equal(again, tensor)
     if 0 in tensor.stride() and tensor.numel():
         assert again.is_contiguous()  # elements that were one are apart
@@ -115,39 +111,11 @@ def test_strides_come_back_where_they_can(tensor: torch.Tensor, tmp_path: Path) 
         assert again.stride() == tensor.stride()
 
 
-def trained() -> dict[str, Any]:
-    module = torch.nn.Linear(4, 4)
-    optimizer = torch.optim.AdamW(module.parameters())
-    module(torch.randn(3, 4)).sum().backward()
-    optimizer.step()
-    return {"module": module.state_dict(), "optimizer": optimizer.state_dict()}
-
-
-def test_a_saved_version_comes_back_bit_for_bit(tmp_path: Path) -> None:
-    store, state = CheckpointStore(tmp_path, 3, Holding()), trained()
-    durable: list[int] = []
-    store.save(7, state, durable.append, unexpected)
-    expected = join(*reversed(split(state)))
-    store.wait()
-    assert durable == [7]
-    assert same(CheckpointStore(tmp_path, 3, Holding()).load(7), expected)
-
-
-def test_training_may_go_on_while_a_version_is_written(tmp_path: Path) -> None:
-    store, tensor = CheckpointStore(tmp_path, 0, Holding()), torch.ones(1 << 20)
-    store.save(1, {"x": tensor}, lambda _version: None, unexpected)
-    tensor.zero_()
-    store.wait()
-    assert torch.equal(store.load(1)["x"], torch.ones(1 << 20))
-
-
 def test_pruning_keeps_what_is_named_and_other_ranks(tmp_path: Path) -> None:
-    stores = [CheckpointStore(tmp_path, rank, Holding()) for rank in range(2)]
     for version in (0, 10, 20):
-        for store in stores:
-            store.save(version, {"v": version}, lambda _version: None, unexpected)
-            store.wait()
-    stores[0].prune({10, 20})
+        for rank in range(2):
+            saved(tmp_path, version, {"v": version}, rank)
+    store_of(tmp_path, generation=1).prune({10, 20})
     assert sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.glob("v*/rank*")) == [
         "v00000000/rank1",
         "v00000010/rank0",
@@ -159,25 +127,21 @@ def test_pruning_keeps_what_is_named_and_other_ranks(tmp_path: Path) -> None:
 
 def test_a_directory_that_cannot_be_written_is_one_clear_line() -> None:
     with pytest.raises(UsageError, match="name one you can write"):
-        CheckpointStore("/proc/self/checkpoints", 0, Holding()).check()
+        store_of("/proc/self/checkpoints").check()
 
 
 def test_what_a_rank_lacks_of_a_version_is_read_from_a_twin(tmp_path: Path) -> None:
-    own = CheckpointStore(tmp_path, 0, Holding(), twins=(1,))
-    twin = CheckpointStore(tmp_path, 1, Holding())
-    twin.save(3, {"w": torch.ones(2)}, lambda _version: None, unexpected)
-    twin.wait()
-    assert torch.equal(own.load(3)["w"], torch.ones(2))
+    saved(tmp_path, 3, {"w": torch.ones(2)}, rank=1)
+    assert torch.equal(store_of(tmp_path, twins=(1,)).load(3)["w"], torch.ones(2))
     with pytest.raises(ServiceError, match="there is nothing in it"):
-        CheckpointStore(tmp_path, 0, Holding()).load(3)
+        load(tmp_path, 3)
 
 
 def test_a_rank_that_was_away_does_not_load_what_was_given_up_meanwhile(tmp_path: Path) -> None:
     """Of one version: its own of generation 1, and its twin's of generation 2, which had gone back behind it."""
-    own = CheckpointStore(tmp_path, 0, Holding(entered=1), twins=(1,))
-    twin = CheckpointStore(tmp_path, 1, Holding(entered=2), twins=(0,))
+    own = store_of(tmp_path, 0, generation=1, twins=(1,))
+    twin = store_of(tmp_path, 1, generation=2, twins=(0,))
     for store, value in ((own, 1.0), (twin, 2.0)):
-        store.save(3, {"w": torch.full((2,), value)}, lambda _version: None, unexpected)
-        store.wait()
+        keep(store, 3, {"w": torch.full((2,), value)})
     for store in (own, twin):
         assert store.load(3)["w"].tolist() == [2.0, 2.0]

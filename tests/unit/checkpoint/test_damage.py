@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from swift_ft.errors import ServiceError
-from swift_ft.state.checkpoint_store import CheckpointStore
 from tests.unit.checkpoint.damage import DAMAGES, unreadable
-from tests.unit.checkpoint.holding import Holding, unexpected
+from tests.unit.checkpoint.holding import load, saved
 
 NOBODY = 65534
 
@@ -19,14 +18,8 @@ def state(version: int) -> dict[str, object]:
     return {"w": torch.arange(300.0) + version, "version": version}
 
 
-def save(directory: Path, version: int, generation: int = 1) -> None:
-    store = CheckpointStore(directory, 0, Holding(entered=generation))
-    store.save(version, state(version), lambda _version: None, unexpected)
-    store.wait()
-
-
 def check(directory: Path, version: int) -> None:
-    loaded = CheckpointStore(directory, 0, Holding()).load(version)
+    loaded = load(directory, version)
     assert torch.equal(loaded["w"], state(version)["w"])
     assert loaded["version"] == version
 
@@ -35,10 +28,10 @@ def check(directory: Path, version: int) -> None:
 def test_it_is_said_and_the_one_before_stands(kind: str, tmp_path: Path) -> None:
     damage, said = DAMAGES[kind]
     for version in (5, 10):
-        save(tmp_path, version)
+        saved(tmp_path, version, state(version))
     damage(tmp_path / "v00000010" / "rank0")
     with pytest.raises(ServiceError, match=said) as raised:
-        CheckpointStore(tmp_path, 0, Holding()).load(10)
+        load(tmp_path, 10)
     assert "\n" not in str(raised.value)
     assert "v00000010/rank0" in str(raised.value)
     check(tmp_path, 5)
@@ -48,9 +41,9 @@ def test_it_is_said_and_the_one_before_stands(kind: str, tmp_path: Path) -> None
 def test_it_is_saved_again_in_the_same_place(kind: str, tmp_path: Path) -> None:
     """By a newer generation. (Nothing is ever written through a link.)"""
     damage, _ = DAMAGES[kind]
-    save(tmp_path, 10)
+    saved(tmp_path, 10, state(10))
     damage(tmp_path / "v00000010" / "rank0")
-    save(tmp_path, 10, generation=2)
+    saved(tmp_path, 10, state(10), generation=2)
     check(tmp_path, 10)
     assert [path.name.split("-")[0] for path in (tmp_path / "v00000010" / "rank0").iterdir()] == ["g2"]
 
@@ -60,7 +53,7 @@ def test_files_that_may_not_be_read() -> None:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         for version in (5, 10):
-            save(directory, version)
+            saved(directory, version, state(version))
         unreadable(directory / "v00000010" / "rank0")
         for path in (directory, *directory.rglob("*")):
             os.chown(path, NOBODY, -1)
@@ -69,7 +62,7 @@ def test_files_that_may_not_be_read() -> None:
             try:
                 os.setuid(NOBODY)
                 check(directory, 5)
-                CheckpointStore(directory, 0, Holding()).load(10)
+                load(directory, 10)
             except ServiceError as error:
                 os.write(writing, str(error).encode())
             finally:

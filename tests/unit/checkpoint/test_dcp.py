@@ -22,11 +22,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import swift_ft
 from swift_ft.errors import UsageError
-from swift_ft.state.checkpoint_store import CheckpointStore
 from swift_ft.state.export import METADATA, alone
 from swift_ft.tools import export as command
 from tests.unit.checkpoint.damage import DAMAGES
-from tests.unit.checkpoint.holding import Holding, unexpected
+from tests.unit.checkpoint.holding import saved
 
 
 def trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -165,11 +164,9 @@ def test_an_index_that_is_none_is_refused_in_one_line(
 # --- export ---
 
 
-def saved(directory: Path, version: int, states: list[dict[str, Any]]) -> None:
+def job_of(directory: Path, version: int, states: list[dict[str, Any]]) -> None:
     for rank, state in enumerate(states):
-        store = CheckpointStore(directory / "job", rank, Holding(entered=1))
-        store.save(version, {"version": version, **state}, lambda _version: None, unexpected)
-        store.wait()
+        saved(directory / "job", version, {"version": version, **state}, rank)
 
 
 def hybrid(seed: int = 0) -> list[dict[str, Any]]:
@@ -194,7 +191,7 @@ def export(directory: Path, *arguments: str) -> int:
 
 def test_a_whole_job_is_opened_by_torch_alone(tmp_path: Path) -> None:
     states = hybrid()
-    saved(tmp_path, 20, states)
+    job_of(tmp_path, 20, states)
     assert export(tmp_path) == 0
     module, optimizer = trained(7)
     for stage in (0, 1):
@@ -239,7 +236,7 @@ def test_shards_are_put_together(tmp_path: Path) -> None:
                 "placements": {f"state.stages.{pipeline}.w": words, "state.optimizers.0.state.0.m": words},
             }
         )
-    saved(tmp_path, 3, states)
+    job_of(tmp_path, 3, states)
     assert export(tmp_path, "--version", "3") == 0
     for pipeline in (0, 1):
         stage, rank = str(pipeline), str(2 * pipeline)
@@ -277,7 +274,7 @@ def test_parts_over_two_dimensions_of_a_mesh_are_put_together(tmp_path: Path) ->
         }
         placements = {f"state.stages.0.{name}": each for name, each in words.items()}
         states.append({"stages": {"0": tensors}, "optimizers": [], "placements": placements})
-    saved(tmp_path, 3, states)
+    job_of(tmp_path, 3, states)
     assert export(tmp_path, "--version", "3") == 0
     ours = {"stages": {"0": {"w": torch.zeros(5, 4), "b": torch.zeros(6), "n": torch.zeros(8, 2)}}}
     with alone():
@@ -289,8 +286,8 @@ def test_parts_over_two_dimensions_of_a_mesh_are_put_together(tmp_path: Path) ->
 def test_a_damaged_version_is_passed_over_with_its_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    saved(tmp_path, 10, hybrid())
-    saved(tmp_path, 20, hybrid(5))
+    job_of(tmp_path, 10, hybrid())
+    job_of(tmp_path, 20, hybrid(5))
     DAMAGES["bit in the tensors"][0](tmp_path / "job" / "v00000020" / "rank3")
     assert export(tmp_path, "--version", "20") == 3
     assert not (tmp_path / "out").exists()
@@ -307,7 +304,7 @@ def test_nothing_to_export_is_one_line(tmp_path: Path, capsys: pytest.CaptureFix
     assert export(tmp_path) == 2
     (tmp_path / "job").mkdir()
     assert export(tmp_path) == 2
-    saved(tmp_path, 4, hybrid()[:2])
+    job_of(tmp_path, 4, hybrid()[:2])
     assert export(tmp_path, "--ranks", "4") == 3
     lines = capsys.readouterr().err.splitlines()
     assert [line.startswith("swift: ") for line in lines] == [True] * 4, lines
@@ -472,9 +469,7 @@ def test_a_made_up_state_is_not_exported(
     state: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its checksums are right: whoever can write there can make them."""
-    store = CheckpointStore(tmp_path / "job", 0, Holding(entered=1))
-    store.save(5, state, lambda _version: None, unexpected)
-    store.wait()
+    saved(tmp_path / "job", 5, state)
     assert export(tmp_path, "--version", "5") in (2, 3)
     said = capsys.readouterr()
     assert said.out == ""

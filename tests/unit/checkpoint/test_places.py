@@ -17,7 +17,7 @@ from swift_ft.state.checkpoint_file import DATA, INDEX
 from swift_ft.state.checkpoint_place import DirectoryPlace, ObjectPlace, Place
 from swift_ft.state.checkpoint_store import CheckpointStore
 from swift_ft.state.digests import digest_of
-from tests.unit.checkpoint.holding import Holding, unexpected
+from tests.unit.checkpoint.holding import Holding, keep, load, saved, store_of
 
 Make = Callable[[], Place]
 
@@ -41,23 +41,12 @@ def state(seed: int) -> dict[str, object]:
     return {"w": weights, "t": weights.t(), "same": weights, "n": seed, "empty": torch.empty(0, 3)}
 
 
-def save(place: Place, version: int, of: object, *, rank: int = 0, generation: int = 1) -> CheckpointStore:
-    store = CheckpointStore(place, rank, Holding(entered=generation))
-    store.save(version, of, lambda _version: None, unexpected)
-    store.wait()
-    return store
-
-
-def load(place: Place, version: int, rank: int = 0) -> object:
-    return CheckpointStore(place, rank, Holding()).load(version)
-
-
 def test_what_was_saved_is_loaded(make: Make) -> None:
-    CheckpointStore(make(), 0, Holding()).check()
+    store_of(make()).check()
     assert make().versions() == []
-    store = save(make(), 3, state(1))
-    save(make(), 3, state(2), rank=1)
-    save(make(), 10, state(3))
+    store = saved(make(), 3, state(1))
+    saved(make(), 3, state(2), rank=1)
+    saved(make(), 10, state(3))
     assert digest_of(load(make(), 3)) == digest_of(state(1))
     assert digest_of(load(make(), 3, rank=1)) == digest_of(state(2))
     assert (make().versions(), make().ranks()) == ([3, 10], {0, 1})
@@ -69,7 +58,7 @@ def test_what_was_saved_is_loaded(make: Make) -> None:
 
 def test_the_bytes_are_those_of_a_directory(make: Make, tmp_path: Path) -> None:
     """So a job's checkpoints can be copied from one to the other."""
-    save(DirectoryPlace(tmp_path / "other"), 3, state(1))
+    saved(DirectoryPlace(tmp_path / "other"), 3, state(1))
     (shard,) = (tmp_path / "other").glob("v*/rank0/g1-*")
     place = make()
     with place.new(3, 0, shard.name) as create:
@@ -80,10 +69,10 @@ def test_the_bytes_are_those_of_a_directory(make: Make, tmp_path: Path) -> None:
 
 
 def test_the_newest_generation_counts_and_others_go(make: Make) -> None:
-    save(make(), 3, state(1), generation=2)
-    zombie = save(make(), 3, state(2), generation=1)
+    saved(make(), 3, state(1), generation=2)
+    zombie = saved(make(), 3, state(2), generation=1)
     assert digest_of(load(make(), 3)) == digest_of(state(1))
-    save(make(), 3, state(3), generation=3)
+    saved(make(), 3, state(3), generation=3)
     assert digest_of(load(make(), 3)) == digest_of(state(3))
     assert [shard.generation for shard in make().shards(3, 0)] == [3]
     zombie.prune({9})
@@ -111,16 +100,16 @@ def test_what_a_killed_process_has_begun_is_never_loaded_and_goes(make: Make) ->
     ]
     with pytest.raises(ServiceError, match="nothing in it"):
         load(make(), 3)
-    store = save(make(), 3, state(1), generation=2)
+    store = saved(make(), 3, state(1), generation=2)
     assert [shard.whole for shard in make().shards(3, 0)] == [True]
     assert digest_of(load(make(), 3)) == digest_of(state(1))
-    save(make(), 7, state(1), generation=2)
+    saved(make(), 7, state(1), generation=2)
     store.prune({7})
     until(lambda: make().versions() == [7])
 
 
 def test_an_index_is_never_put_over_another(make: Make) -> None:
-    save(make(), 3, state(1))
+    saved(make(), 3, state(1))
     (shard,) = make().shards(3, 0)
     with pytest.raises(OSError, match=r"there is another object|File exists|not empty"):
         with make().new(3, 0, shard.name) as create, create(INDEX) as write:
@@ -128,15 +117,14 @@ def test_an_index_is_never_put_over_another(make: Make) -> None:
 
 
 def test_an_earlier_jobs_are_set_aside_and_never_loaded(make: Make) -> None:
-    save(make(), 3, state(1))
-    save(make(), 3, state(1), rank=1)
-    store = CheckpointStore(make(), 0, Holding(entered=1))
+    saved(make(), 3, state(1))
+    saved(make(), 3, state(1), rank=1)
+    store = store_of(make(), generation=1)
     store.set_aside(lambda: None)
     with pytest.raises(ServiceError, match="nothing in it"):
         load(make(), 3)
     assert digest_of(load(make(), 3, rank=1)) == digest_of(state(1)), "it is another rank's"
-    store.save(3, state(2), lambda _version: None, unexpected)
-    store.wait()
+    keep(store, 3, state(2))
     store.set_aside(lambda: None)  # the job begins again
     assert digest_of(load(make(), 3)) == digest_of(state(2))
 
@@ -145,7 +133,7 @@ def test_an_earlier_jobs_are_set_aside_and_never_loaded(make: Make) -> None:
 def test_a_flipped_bit_is_found(name: str) -> None:
     memory = MemoryStore()
     objects = Objects(memory)
-    save(ObjectPlace(objects, "s3://bucket/job"), 3, state(1))
+    saved(ObjectPlace(objects, "s3://bucket/job"), 3, state(1))
     (entry,) = [entry for entry in objects.entries() if entry.path.endswith(name)]
     content = bytearray(objects.read(entry.path, 0, entry.size))
     content[len(content) * 2 // 3] ^= 4
@@ -198,7 +186,7 @@ def test_a_job_is_exported_from_an_object_store(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("swift_ft.state.checkpoint_store.place_at", lambda _where: place)
     for rank in range(2):
         part = {"stages": {str(rank): {"w": torch.ones(3) * rank}}, "version": 4, "step": 4}
-        save(place, 4, part, rank=rank)
+        saved(place, 4, part, rank=rank)
     assert export.world_size_of("s3://bucket/job") == 2
     version, states = export.newest("s3://bucket/job", 2, lambda _said: None)
     whole = export.assemble(states)
@@ -210,7 +198,7 @@ def test_a_job_is_exported_from_an_object_store(tmp_path: Path, monkeypatch: pyt
 def test_a_mark_that_is_under_way_does_not_come_back_after_a_restore(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another history of that version may be saved later."""
     place = ObjectPlace(Objects(MemoryStore()), "s3://bucket/job")
-    store = save(place, 10, state(1))
+    store = saved(place, 10, state(1))
     begun, go_on = threading.Event(), threading.Event()
     mark = place.mark
 
@@ -237,7 +225,7 @@ def test_a_version_that_cannot_be_unmarked_keeps_its_shards(
 ) -> None:
     place = make()
     for version in (5, 10):
-        store = save(place, version, state(version))
+        store = saved(place, version, state(version))
 
     def refuse(_version: int) -> None:
         raise OSError("no answer")
@@ -250,7 +238,7 @@ def test_a_version_that_cannot_be_unmarked_keeps_its_shards(
 
 def test_what_cannot_be_listed_is_not_taken_for_unmarked(monkeypatch: pytest.MonkeyPatch) -> None:
     place = ObjectPlace(Objects(MemoryStore()), "s3://bucket/job")
-    store = save(place, 10, state(1))
+    store = saved(place, 10, state(1))
 
     def away(_self: Objects, _below: str = "") -> list[str]:
         raise OSError(5, "no answer")

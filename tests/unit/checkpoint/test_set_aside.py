@@ -9,20 +9,14 @@ import torch
 
 from swift_ft.errors import Fenced
 from swift_ft.state.checkpoint_store import CheckpointStore
-from tests.unit.checkpoint.holding import Holding, unexpected
+from tests.unit.checkpoint.holding import Holding, keep, load, saved, store_of
 
 
-def saved(directory: Path, state: Any, generation: int, version: int = 1) -> Path:
+def shard_of(directory: Path, state: Any, generation: int, version: int = 1) -> Path:
     """The folder of rank 0's version, by another process."""
-    store = CheckpointStore(directory, 0, Holding())
-    store.save(version, state, lambda _version: None, unexpected, generation=generation)
-    store.wait()
-    (shard,) = directory.glob(f"v{version:08d}/rank0/g{generation}-{store._process}-*")
+    process = saved(directory, version, state, generation=generation)._process
+    (shard,) = directory.glob(f"v{version:08d}/rank0/g{generation}-{process}-*")
     return shard
-
-
-def load(directory: Path, version: int) -> Any:
-    return CheckpointStore(directory, 0, Holding()).load(version)
 
 
 def held() -> None:
@@ -32,29 +26,28 @@ def held() -> None:
 def test_what_an_earlier_job_left_is_neither_used_nor_lost(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    old = saved(tmp_path, {"x": torch.zeros(4)}, generation=9)
-    store = CheckpointStore(tmp_path, 0, Holding())
+    old = shard_of(tmp_path, {"x": torch.zeros(4)}, generation=9)
+    store = store_of(tmp_path)
     store.set_aside(held)
     assert "earlier job" in capsys.readouterr().err
-    saved(tmp_path, {"x": torch.ones(4)}, generation=1)
-    assert torch.equal(load(tmp_path, version=1)["x"], torch.ones(4))
+    shard_of(tmp_path, {"x": torch.ones(4)}, generation=1)
+    assert torch.equal(load(tmp_path, 1)["x"], torch.ones(4))
     assert len(list(tmp_path.glob(f"v*/.former-*-rank0/{old.name}"))) == 1
     shutil.rmtree(tmp_path)
     store.set_aside(held)
-    CheckpointStore(tmp_path, 0, Holding()).set_aside(held)
+    store_of(tmp_path).set_aside(held)
 
 
 def test_what_it_has_adopted_is_there_until_it_is_saved_again(tmp_path: Path) -> None:
     """A rank died before the adopted job ran, and the others begin again: a kill of all loses no checkpoint."""
-    saved(tmp_path, {"x": torch.ones(4)}, generation=3)
+    shard_of(tmp_path, {"x": torch.ones(4)}, generation=3)
     holder = Holding()
     store = CheckpointStore(tmp_path, 0, holder)
     for holder.entered in (1001, 1002):
         state = store.load(version=1)
         store.set_aside(held, above=1)
-        assert torch.equal(load(tmp_path, version=1)["x"], torch.ones(4))
-        store.save(1, state, lambda _version: None, unexpected)
-        store.wait()
+        assert torch.equal(load(tmp_path, 1)["x"], torch.ones(4))
+        keep(store, 1, state)
     assert [path.name.partition("-")[0] for path in tmp_path.glob("v*/rank0/*")] == ["g1002"]
 
 
@@ -66,22 +59,20 @@ def test_a_process_that_begins_again_takes_its_own_for_no_earlier_jobs(
     store = CheckpointStore(tmp_path, 0, holder)
     store.set_aside(held)
     for version in (0, 1):
-        store.save(version, {"x": torch.ones(4)}, lambda _version: None, unexpected)
-        store.wait()
+        keep(store, version, {"x": torch.ones(4)})
     (tmp_path / "v00000000" / "rank0" / f".g1-{store._process}-7").mkdir()
-    heirs = saved(tmp_path, {"x": torch.zeros(4)}, version=1, generation=2)
+    heirs = shard_of(tmp_path, {"x": torch.zeros(4)}, version=1, generation=2)
     for session in (store, CheckpointStore(tmp_path, 0, holder)):
         holder.entered += 1
         session.set_aside(held)
         assert [*tmp_path.glob("v00000000/rank0/*")] == [], "what is of an older generation is nobody's"
-        session.save(0, {"x": torch.full((4,), 2.0)}, lambda _version: None, unexpected)
-        session.wait()
+        keep(session, 0, {"x": torch.full((4,), 2.0)})
         session.set_aside(held)
         assert len([*tmp_path.glob("v00000000/rank0/*")]) == 1, "what is of this one stays"
     assert heirs.is_dir()
     assert list(tmp_path.glob("v*/.former-*")) == []
     assert capsys.readouterr().err == ""
-    assert torch.equal(load(tmp_path, version=0)["x"], torch.full((4,), 2.0))
+    assert torch.equal(load(tmp_path, 0)["x"], torch.full((4,), 2.0))
 
 
 @pytest.mark.parametrize("told", ["by nobody", "while it asks", "before"])
@@ -89,7 +80,7 @@ def test_a_zombie_sets_nothing_of_its_heir_aside(tmp_path: Path, told: str) -> N
     """It was paused before it looked at what was there, and has a job's first checkpoint to save."""
     holder = Holding(entered=1, fenced=told == "before")
     zombie = CheckpointStore(tmp_path, 0, holder)
-    heirs = [saved(tmp_path, {"x": torch.zeros(4)}, version=v, generation=2) for v in (0, 10)]
+    heirs = [shard_of(tmp_path, {"x": torch.zeros(4)}, version=v, generation=2) for v in (0, 10)]
 
     def asked() -> None:
         if told == "by nobody":
@@ -106,13 +97,13 @@ def test_a_zombie_sets_nothing_of_its_heir_aside(tmp_path: Path, told: str) -> N
 
 def test_what_an_heir_saves_beside_it_stays_where_it_is(tmp_path: Path) -> None:
     """It is paused behind the question, while its heir begins."""
-    old = saved(tmp_path, {"x": torch.zeros(4)}, generation=9)
+    old = shard_of(tmp_path, {"x": torch.zeros(4)}, generation=9)
     heirs: list[Path] = []
-    store = CheckpointStore(tmp_path, 0, Holding(entered=1))
+    store = store_of(tmp_path, generation=1)
 
     def asked() -> None:
-        CheckpointStore(tmp_path, 0, Holding(entered=2)).set_aside(held)
-        heirs.append(saved(tmp_path, {"x": torch.ones(4)}, generation=2))
+        store_of(tmp_path, generation=2).set_aside(held)
+        heirs.append(shard_of(tmp_path, {"x": torch.ones(4)}, generation=2))
 
     store.set_aside(asked)
     assert [shard.is_dir() for shard in heirs] == [True]
@@ -125,7 +116,7 @@ def test_a_link_in_the_way_is_set_aside_and_what_it_leads_to_stays(tmp_path: Pat
     elsewhere.mkdir()
     (tmp_path / "v00000001").mkdir()
     (tmp_path / "v00000001" / "rank0").symlink_to(elsewhere)
-    CheckpointStore(tmp_path, 0, Holding()).set_aside(held)
+    store_of(tmp_path).set_aside(held)
     (link,) = tmp_path.glob("v00000001/.former-*-rank0")
     assert link.resolve() == elsewhere
-    assert saved(tmp_path, {"x": torch.ones(4)}, generation=1).is_dir()
+    assert shard_of(tmp_path, {"x": torch.ones(4)}, generation=1).is_dir()

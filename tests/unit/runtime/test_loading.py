@@ -12,12 +12,11 @@ import torch
 from torch import nn
 
 from swift_ft.errors import ServiceError
-from swift_ft.state.checkpoint_store import CheckpointStore
 from swift_ft.state.module_state import load_module, load_optimizer
 from swift_ft.state.tensors import same_bits
 from swift_ft.state.transfer import Destination, Manifest, manifest_of
 from swift_ft.state.tree import join, split
-from tests.unit.checkpoint.holding import Holding, unexpected
+from tests.unit.checkpoint.holding import saved
 
 EACH: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
     (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
@@ -71,10 +70,7 @@ def alike(one: nn.Module, other: nn.Module) -> bool:
 
 
 def through_a_checkpoint(state: Any, into: Any, tmp_path: Path) -> Any:
-    store = CheckpointStore(tmp_path, 0, Holding())
-    store.save(3, state, lambda _version: None, unexpected)
-    store.wait()
-    return store.load(3)
+    return saved(tmp_path, 3, state).load(3)
 
 
 def through_a_copy(state: Any, into: Any, tmp_path: Path) -> Any:
