@@ -19,6 +19,28 @@ _LOOK_S = 0.001
 _PATIENCE_S = 30.0
 
 
+def in_parallel(count: int, run: Callable[[int], Any]) -> list[Any]:
+    """run(0), run(1) … at once; raises what one of them raises."""
+    found: list[Any] = [None] * count
+    errors: list[BaseException] = []
+
+    def one(index: int) -> None:
+        try:
+            found[index] = run(index)
+        except BaseException as error:  # noqa: BLE001  (raised below)
+            errors.append(error)
+
+    threads = [threading.Thread(target=one, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(_PATIENCE_S)
+        assert errors or not thread.is_alive(), "it waits for ever"
+    if errors:
+        raise errors[0]
+    return found
+
+
 class Network:
     """Messages between the members of one group, by (from, to, tag)."""
 

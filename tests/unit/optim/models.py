@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from swift_ft.optimizers import Lamb, Lion
+from swift_ft.state.journal import Journal
 
 Tensors = list[torch.Tensor]
 Make = Callable[[list[Any]], torch.optim.Optimizer]
@@ -79,6 +80,13 @@ def give_gradients(parameters: list[torch.nn.Parameter], step: int, scale: float
     for index, parameter in enumerate(parameters):
         gradient = torch.randn(parameter.shape, generator=generator) * scale
         parameter.grad = None if index == 2 and step % 2 else gradient.to(parameter)
+
+
+def step_on(journal: Journal, parameters: list[torch.nn.Parameter], step: int, scale: float = 1.0) -> None:
+    """With `give_gradients` of that step."""
+    give_gradients(parameters, step, scale)
+    journal.begin(step)
+    journal.apply_rest()
 
 
 def grouped(parameters: list[torch.nn.Parameter]) -> list[dict[str, Any]]:

@@ -55,10 +55,8 @@ def test_a_rate_may_be_a_tensor(implementation: str) -> None:
     (ours, optimizer), (theirs, plain) = made
     journal = Journal(optimizer, bucket_bytes=SMALL)
     for step in range(3):
-        models.give_gradients(ours, step)
         models.give_gradients(theirs, step)
-        journal.begin(step)
-        journal.apply_rest()
+        models.step_on(journal, ours, step)
         plain.step()
     assert models.image(optimizer) == models.image(plain)
 

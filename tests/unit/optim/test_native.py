@@ -45,9 +45,7 @@ def test_it_is_built_and_used() -> None:
     assert isinstance(kernels.library(), ctypes.CDLL), "install again: hatch_build.py says why"
     parameters = models.parameters(torch.float32)
     journal = Journal(torch.optim.AdamW(parameters), undo="exact")
-    models.give_gradients(parameters, 0)
-    journal.begin(0)
-    journal.apply_rest()
+    models.step_on(journal, parameters, 0)
     assert len(residues(journal)) == 1
 
 
@@ -126,9 +124,7 @@ def test_a_second_moment_is_never_below_what_rounding_leaves_of_it(dtype: torch.
     optimizer = torch.optim.AdamW([parameter], lr=1e-3)
     grown(optimizer, [parameter], steps=1, scale=1e-3)
     journal = Journal(optimizer, undo="arithmetic")
-    models.give_gradients([parameter], 3)
-    journal.begin(3)
-    journal.apply_rest()
+    models.step_on(journal, [parameter], 3)
     after = optimizer.state[parameter]["exp_avg_sq"].clone()
     journal.undo()
     least = 0.5 * torch.finfo(dtype).eps * after.float()
@@ -208,9 +204,7 @@ def test_the_inverse_leads_back(
 
     truth = everything()
     journal = Journal(optimizer, undo="arithmetic")
-    models.give_gradients(parameters, 20)
-    journal.begin(20)
-    journal.apply_rest()
+    models.step_on(journal, parameters, 20)
     assert not torch.equal(everything()[: truth.numel()], truth)
     assert not journal.undo().exact
     # In a first step with decay a few gradients lose their sign to it, and cannot be told from the others.
@@ -232,9 +226,7 @@ def test_blocks_and_threads(name: str, dtype: torch.dtype, threads: int) -> None
         grown(optimizer, parameters)
         before = models.image(optimizer)
         journal = Journal(optimizer, undo="exact")
-        models.give_gradients(parameters, 7)
-        journal.begin(7)
-        journal.apply_rest()
+        models.step_on(journal, parameters, 7)
         assert models.image(optimizer) != before
         assert journal.undo().exact
         assert models.image(optimizer) == before
@@ -256,9 +248,7 @@ def test_as_many_escapes_as_there_may_be(share: float) -> None:
             parameter.copy_(start)
     before = models.image(optimizer)
     journal = Journal(optimizer, undo="exact")
-    models.give_gradients(parameters, 5)
-    journal.begin(5)
-    journal.apply_rest()
+    models.step_on(journal, parameters, 5)
     (residue,) = residues(journal)
     some = residue._some.get(0)
     kept = 0 if some is None else some[0].numel()

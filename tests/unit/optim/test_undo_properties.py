@@ -89,6 +89,14 @@ def take(parameters: list[torch.nn.Parameter], made: list[torch.Tensor]) -> None
         parameter.grad = gradient.clone()
 
 
+def step_on(
+    journal: Journal, parameters: list[torch.nn.Parameter], step: int, made: list[torch.Tensor]
+) -> None:
+    take(parameters, made)
+    journal.begin(step)
+    journal.apply_rest()
+
+
 @settings(deadline=None, max_examples=150)
 @given(
     what=optimizers(),
@@ -113,13 +121,9 @@ def test_exact_undo_is_exact(
     optimizer: Any = cls(parameters, **hyper)
     journal = Journal(optimizer, undo="exact", bucket_bytes=200)
     for step in range(age):
-        take(parameters, gradients(seed + step, before if step == age - 1 else [], dtype))
-        journal.begin(step)
-        journal.apply_rest()
+        step_on(journal, parameters, step, gradients(seed + step, before if step == age - 1 else [], dtype))
     old = models.image(optimizer)
-    take(parameters, gradients(seed + age, nasty, dtype))
-    journal.begin(age)
-    journal.apply_rest()
+    step_on(journal, parameters, age, gradients(seed + age, nasty, dtype))
     assert journal.undo().exact
     assert models.image(optimizer) == old
 
@@ -149,12 +153,8 @@ def test_arithmetic_undo_gives_values_to_go_on_with(
     optimizer: Any = cls(parameters, **hyper)
     journal = Journal(optimizer, undo="arithmetic", bucket_bytes=200)
     for step in range(age):
-        take(parameters, gradients(seed + step, [], dtype))
-        journal.begin(step)
-        journal.apply_rest()
-    take(parameters, gradients(seed + age, nasty, dtype))
-    journal.begin(age)
-    journal.apply_rest()
+        step_on(journal, parameters, step, gradients(seed + step, [], dtype))
+    step_on(journal, parameters, age, gradients(seed + age, nasty, dtype))
     ruined = any(not bool(p.isfinite().all()) for p in parameters)
     if ruined:
         with pytest.raises(ServiceError, match="NaN or infinite"):
@@ -167,9 +167,7 @@ def test_arithmetic_undo_gives_values_to_go_on_with(
             assert bool(value.isfinite().all()), name
             if name == "exp_avg_sq":
                 assert bool((value >= 0).all()), name
-    take(parameters, gradients(seed + age, [], dtype))
-    journal.begin(age + 1)
-    journal.apply_rest()
+    step_on(journal, parameters, age + 1, gradients(seed + age, [], dtype))
     for parameter in parameters:
         assert bool(parameter.isfinite().all())
 
@@ -182,19 +180,13 @@ def test_a_spike_that_is_taken_back_arithmetically_makes_no_great_step(name: str
     optimizer = models.make(name, "foreach", parameters)
     journal = Journal(optimizer, undo="arithmetic")
     for step in range(20):
-        take(parameters, gradients(step, [], torch.float32))
-        journal.begin(step)
-        journal.apply_rest()
-    take(parameters, [g * spike for g in gradients(20, [], torch.float32)])
-    journal.begin(20)
-    journal.apply_rest()
+        step_on(journal, parameters, step, gradients(step, [], torch.float32))
+    step_on(journal, parameters, 20, [g * spike for g in gradients(20, [], torch.float32)])
     journal.undo()
     rate = optimizer.param_groups[0]["lr"]
     for step in range(20, 25):
         old = [p.detach().clone() for p in parameters]
-        take(parameters, gradients(step, [], torch.float32))
-        journal.begin(step)
-        journal.apply_rest()
+        step_on(journal, parameters, step, gradients(step, [], torch.float32))
         for parameter, value in zip(parameters, old, strict=True):
             assert float((parameter.detach() - value).abs().max()) < 30 * rate
 
@@ -221,9 +213,7 @@ def test_hyperparameters_without_an_inverse_are_said_and_copied(
     assert "no inverse" in journal.why
     for step in range(3):
         old = models.image(optimizer)
-        take(parameters, gradients(step, [], torch.float32))
-        journal.begin(step)
-        journal.apply_rest()
+        step_on(journal, parameters, step, gradients(step, [], torch.float32))
         assert journal.undo().exact
         assert models.image(optimizer) == old
         take(parameters, gradients(step, [], torch.float32))
@@ -251,9 +241,7 @@ def test_no_eps_at_all(eps: float) -> None:
         journal = Journal(optimizer, undo=undo)
         for step in range(4):
             old = models.image(optimizer)
-            take(parameters, gradients(step, [], torch.float32))
-            journal.begin(step)
-            journal.apply_rest()
+            step_on(journal, parameters, step, gradients(step, [], torch.float32))
             assert all(bool(p.isfinite().all()) for p in parameters)
             journal.undo()
             assert all(bool(p.isfinite().all()) for p in parameters)

@@ -29,9 +29,8 @@ from swift_ft.train.participants import Site
 from swift_ft.train.replay_helper import Helper
 from swift_ft.train.shared_replay import Owner
 from swift_ft.train.stage import LoggedPipelineStage, logged_loss
-from tests.local_backend import LocalWire, Network
+from tests.local_backend import LocalWire, Network, in_parallel
 from tests.log_client import owned_bytes
-from tests.unit.runtime.test_gradient_chain import in_parallel
 from tests.unit.runtime.wired import channel_of, site_of, state_of, updates_of
 
 RANKS, WIDTH, ROWS = 3, 8, 4

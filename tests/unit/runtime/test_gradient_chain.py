@@ -1,9 +1,6 @@
 """Gradients up a line and weights down it, over an in-memory transport: whatever the share, the bits of one process."""
 
-import threading
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +13,7 @@ from swift_ft.errors import ReplayRefused
 from swift_ft.state.tensors import same_bits
 from swift_ft.train.gradient_chain import GradientChain, Post, added_in_order, buckets, taken_apart
 from swift_ft.train.shared_replay import shares
-from tests.local_backend import LocalWire, Network
+from tests.local_backend import LocalWire, Network, in_parallel
 
 SHAPES = [
     ((5, 3), torch.float32),
@@ -29,27 +26,6 @@ SHAPES = [
 
 def nothing() -> None:
     pass
-
-
-def in_parallel(count: int, run: Callable[[int], Any]) -> list[Any]:
-    """run(0), run(1) … at once; raises what one of them raises."""
-    found: list[Any] = [None] * count
-    errors: list[BaseException] = []
-
-    def one(index: int) -> None:
-        try:
-            found[index] = run(index)
-        except BaseException as error:  # noqa: BLE001  (raised below)
-            errors.append(error)
-
-    threads = [threading.Thread(target=one, args=(index,)) for index in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    if errors:
-        raise errors[0]
-    return found
 
 
 def parameters() -> list[torch.nn.Parameter]:

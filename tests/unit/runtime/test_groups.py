@@ -1,6 +1,5 @@
 """Groups in a generation in which a rank is missing. Ranks are threads, over the local backend."""
 
-import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -13,7 +12,7 @@ from torch.distributed import HashStore
 from swift_ft import torch_private
 from swift_ft.comm.groups import ReconfigurableGroup
 from swift_ft.errors import UsageError
-from tests.local_backend import LocalBackend
+from tests.local_backend import LocalBackend, in_parallel
 
 RANKS = (0, 1, 2, 3)
 PRESENT = (0, 1, 3)
@@ -21,22 +20,17 @@ PRESENT = (0, 1, 3)
 
 def on_all(run: Callable[[ReconfigurableGroup, int], Any]) -> dict[int, Any]:
     """What ``run(group, rank)`` gives, by rank."""
-    backend, store, found = LocalBackend(), HashStore(), {}
+    backend, store = LocalBackend(), HashStore()
 
-    def one(rank: int) -> None:
-        group = ReconfigurableGroup("world", RANKS, rank, backend)
+    def one(own: int) -> Any:
+        group = ReconfigurableGroup("world", RANKS, PRESENT[own], backend)
         fabric = backend.open()
-        own = PRESENT.index(rank)
         group.attach(fabric.connect(store, own, len(PRESENT), timedelta(seconds=30)), PRESENT)
-        found[rank] = run(group, rank)
+        found = run(group, PRESENT[own])
         fabric.close()
+        return found
 
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in PRESENT]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    return found
+    return dict(zip(PRESENT, in_parallel(len(PRESENT), one), strict=True))
 
 
 def test_those_that_are_there_sum_up() -> None:
@@ -87,10 +81,11 @@ def test_parts_are_of_those_that_are_there(monkeypatch: pytest.MonkeyPatch) -> N
 
 def on_routes(run: Callable[[ReconfigurableGroup, int], Any]) -> dict[int, Any]:
     """Pipelines of three, (0, 2, 4) and (1, 3, 5), of which rank 2 is missing: rank 3 sits in its place."""
-    backend, store, found = LocalBackend(), HashStore(), {}
+    backend, store, present = LocalBackend(), HashStore(), (0, 1, 3, 4, 5)
     routes = {0: (0, 3, 4), 1: (1, 3, 5)}
 
-    def one(rank: int) -> None:
+    def one(number: int) -> Any:
+        rank = present[number]
         own = rank % 2
         ranks = (own, own + 2, own + 4)
         group = ReconfigurableGroup("pipeline", ranks, ranks.index(rank), backend)
@@ -103,15 +98,11 @@ def on_routes(run: Callable[[ReconfigurableGroup, int], Any]) -> dict[int, Any]:
             if rank in route
         }
         group.attach_routes(connections, own)
-        found[rank] = run(group, rank)
+        found = run(group, rank)
         fabric.close()
+        return found
 
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in (0, 1, 3, 4, 5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    return found
+    return dict(zip(present, in_parallel(len(present), one), strict=True))
 
 
 def test_who_sits_in_two_pipelines_is_in_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,25 +14,13 @@ from hypothesis import strategies as st
 from swift_ft.comm.backend import Pending, first_tag
 from swift_ft.comm.message_collectives import Messages, operation
 from swift_ft.comm.worker_thread import Broken, Runner
-from tests.local_backend import LocalWire, Network
+from tests.local_backend import LocalWire, Network, in_parallel
 
 
 def on_all(n: int, run: Callable[[Messages, int], None]) -> Network:
     """`run(messages, rank)` on n ranks at once. No message may be left over."""
-    network, errors = Network(), []
-
-    def rank(own: int) -> None:
-        try:
-            run(Messages(LocalWire(network, own), own, n), own)
-        except BaseException as error:  # noqa: BLE001  (shown by the assertion below)
-            errors.append(error)
-
-    threads = [threading.Thread(target=rank, args=(own,)) for own in range(n)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert not errors, errors
+    network = Network()
+    in_parallel(n, lambda own: run(Messages(LocalWire(network, own), own, n), own))
     assert network.left() == 0
     return network
 
@@ -117,11 +105,7 @@ def test_two_groups_over_one_network_do_not_take_each_others_messages() -> None:
             barrier.start()
         barrier.join(10)
 
-    threads = [threading.Thread(target=rank, args=(own,)) for own in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
+    in_parallel(2, rank)
     assert torch.equal(tensors[0], expected)
     assert torch.equal(tensors[1], expected)
     assert network.left() == 0

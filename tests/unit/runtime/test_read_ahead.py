@@ -1,24 +1,22 @@
 """What a replay will need of the log is read before it is asked for, from all servers at the same time."""
 
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
 
 import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
 from swift_ft.log.reader import LogReader, ReadFilter
-from swift_ft.log.record import RecordKey
 from swift_ft.train.boundary_log import Channel
 from swift_ft_services.logserver.storage_interface import Place
-from tests.log_client import LogWriter
+from tests.unit.log.clients import TIMEOUT_S, key, writing
 from tests.unit.log.memory_storage import MemoryStorage
 from tests.unit.log.service import JOB, InProcess, eventually
 from tests.unit.runtime.wired import channel_of
 
-TIMEOUT_S = 10.0
 STEPS, MICROBATCHES, SIZE = 6, 4, 1000
 LEFT, RIGHT, BOTH = "s1.F", "s3.B", ("s1.F", "s3.B")
 
@@ -45,35 +43,38 @@ def servers() -> Iterator[dict[str, InProcess]]:
     with ExitStack() as stack:
         found = {stream: stack.enter_context(InProcess(Gated(*gates[stream]))) for stream in BOTH}
         for stream, server in found.items():
-            writer = LogWriter([server.address], JOB, 1)
-            for step in range(STEPS):
-                for microbatch in range(MICROBATCHES):
-                    body = bytes([step, microbatch]) * (SIZE // 2)
-                    writer.append(stream, RecordKey(step, microbatch, 0), "uint8", (SIZE,), body)
-            writer.flush(TIMEOUT_S)
-            writer.close(0.0)
+            with writing(server) as writer:
+                for step in range(STEPS):
+                    for microbatch in range(MICROBATCHES):
+                        body = bytes([step, microbatch]) * (SIZE // 2)
+                        writer.append(stream, key(step, microbatch), "uint8", (SIZE,), body)
+                writer.flush(TIMEOUT_S)
         yield found
 
 
-def replaying(reader: LogReader) -> Channel:
-    """Rank 2 of four, from the first step on."""
+@contextmanager
+def replaying(servers: dict[str, InProcess], also: Mapping[int, int] | None = None) -> Iterator[Channel]:
+    """Rank 2 of four, from the first step on. `also`: stages that replay too, and from which step they send."""
+    reader = LogReader({stream: [server.address] for stream, server in servers.items()}, JOB)
     found = channel_of(2, store=HashStore)
     found.witness = None
-    found.begin_replay(reader, 0, ())
-    return found
+    found.begin_replay(reader, 0, (), also or {})
+    try:
+        yield found
+    finally:
+        found.end_replay()
+        reader.close()
 
 
-def cursor(channel: Channel, stream: str) -> Any:
-    return channel._cursors[stream]
+def read(channel: Channel, stream: str) -> Any:
+    return cast(Any, channel._cursors[stream])._records
 
 
 def test_two_servers_are_read_at_once_and_before_anything_is_asked_for(servers: dict[str, InProcess]) -> None:
-    reader = LogReader({stream: [server.address] for stream, server in servers.items()}, JOB)
-    channel = replaying(reader)
-    try:
+    with replaying(servers) as channel:
         channel.read_ahead([LEFT, RIGHT])
         for stream in BOTH:
-            eventually(lambda stream=stream: len(cursor(channel, stream)._records) == STEPS * MICROBATCHES)  # type: ignore[misc]
+            eventually(lambda stream=stream: len(read(channel, stream)) == STEPS * MICROBATCHES)  # type: ignore[misc]
         for stream in BOTH:
             storage = servers[stream].storage
             assert isinstance(storage, Gated)
@@ -81,50 +82,31 @@ def test_two_servers_are_read_at_once_and_before_anything_is_asked_for(servers: 
         room = torch.empty(SIZE, dtype=torch.uint8)
         channel.receive(1, "F", 3, 0, room, early=True)
         assert room[:2].tolist() == [0, 3]
-    finally:
-        channel.end_replay()
-        reader.close()
 
 
 def test_each_rank_reads_its_share_only(servers: dict[str, InProcess]) -> None:
-    reader = LogReader({stream: [server.address] for stream, server in servers.items()}, JOB)
-    channel = replaying(reader)
-    try:
+    with replaying(servers) as channel:
         channel.want(ReadFilter(first=1, behind=3, of=MICROBATCHES, below_step=4), 0)
         channel.read_ahead([LEFT, RIGHT])
         for stream in BOTH:
             # Two of four up to step 4, and everything behind it.
-            eventually(lambda stream=stream: len(cursor(channel, stream)._records) == 4 * 2 + 2 * 4)  # type: ignore[misc]
-            assert {key.microbatch for key in cursor(channel, stream)._records if key.step < 4} == {1, 2}
-    finally:
-        channel.end_replay()
-        reader.close()
+            eventually(lambda stream=stream: len(read(channel, stream)) == 4 * 2 + 2 * 4)  # type: ignore[misc]
+            assert {key.microbatch for key in read(channel, stream) if key.step < 4} == {1, 2}
 
 
 def test_a_stream_that_no_server_has_is_not_missed_before_it_is_wanted(servers: dict[str, InProcess]) -> None:
-    reader = LogReader({LEFT: [servers[LEFT].address]}, JOB)
-    channel = replaying(reader)
-    try:
+    with replaying({LEFT: servers[LEFT]}) as channel:
         channel.read_ahead([RIGHT])
         assert channel._cursors == {}
-    finally:
-        channel.end_replay()
-        reader.close()
 
 
 def test_a_wait_for_a_stage_that_replays_too_is_not_the_logs(servers: dict[str, InProcess]) -> None:
-    reader = LogReader({stream: [server.address] for stream, server in servers.items()}, JOB)
-    channel = replaying(reader)
-    channel.begin_replay(reader, 0, (), {1: 2})
-    read: list[int] = []
-    channel.profile.read = lambda size, waited_s: read.append(size)  # type: ignore[method-assign]
-    try:
+    with replaying(servers, {1: 2}) as channel:
+        read: list[int] = []
+        channel.profile.read = lambda size, waited_s: read.append(size)  # type: ignore[method-assign]
         channel.read_ahead([LEFT, RIGHT])
         room = torch.empty(SIZE, dtype=torch.uint8)
         for step, counted in ((1, [SIZE]), (2, [SIZE])):
             channel.begin_step(step)
             channel.receive(1, "F", 0, 0, room, early=True)
             assert read == counted
-    finally:
-        channel.end_replay()
-        reader.close()

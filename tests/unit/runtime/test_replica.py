@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -29,13 +29,14 @@ from swift_ft.state.transfer import (
     send_state,
 )
 from swift_ft.state.tree import split
+from tests.local_backend import LocalWire, Network
 
 
-class Memory:
-    """Point to point within this process. A send does not wait; a receive takes what was sent, in order, at `wait`."""
+class Memory(Network):
+    """What travels may be altered on its way."""
 
     def __init__(self) -> None:
-        self._queues: dict[tuple[int, int, int], deque[torch.Tensor]] = defaultdict(deque)
+        super().__init__()
         self.bytes: dict[int, int] = defaultdict(int)
         self.alter: Callable[[int, torch.Tensor], None] = lambda tag, data: None
 
@@ -43,34 +44,18 @@ class Memory:
         return End(self, rank)
 
 
-class End:
+class End(LocalWire):
     def __init__(self, memory: Memory, rank: int) -> None:
-        self._memory, self._rank = memory, rank
+        super().__init__(memory, rank)
+        self._memory = memory
 
-    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> "Work":
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Any:
         (data,) = tensors
         assert data.dtype == torch.uint8
-        assert data.is_contiguous()
         copy = data.clone()
         self._memory.alter(tag, copy)
-        self._memory.bytes[self._rank] += len(copy) if tag >= 16 else 0
-        self._memory._queues[self._rank, to, tag].append(copy)
-        return Work(lambda: None)
-
-    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> "Work":
-        (data,) = tensors
-
-        def arrive() -> None:
-            sent = self._memory._queues[source, self._rank, tag].popleft()
-            assert len(sent) == len(data), "operations that do not fit each other"
-            data.copy_(sent)
-
-        return Work(arrive)
-
-
-class Work:
-    def __init__(self, wait: Callable[[], None]) -> None:
-        self.wait = wait
+        self._memory.bytes[self._own] += len(copy) if tag >= 16 else 0
+        return super().send([copy], to, tag)
 
 
 def never() -> None:

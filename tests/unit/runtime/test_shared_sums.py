@@ -1,7 +1,6 @@
 """Gradients of microbatches that several ranks compute have the bits of one rank's, and take the memory of a few."""
 
 import random
-import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +15,7 @@ from swift_ft.comm.message_collectives import MessageCircuit
 from swift_ft.comm.worker_thread import Runner, Task
 from swift_ft.errors import UsageError
 from swift_ft.train.gradient_sums import Parameter, SharedSums, Turn
-from tests.local_backend import LocalWire, Network
+from tests.local_backend import LocalWire, Network, in_parallel
 
 SHAPES = [(3, 5), (1,), (0,), (7, 2), (4,)]
 Gradients = dict[Parameter, torch.Tensor]
@@ -91,11 +90,7 @@ def shared(
         for turn in mine:
             sums[own].give(turn, of[turn])
 
-    threads = [threading.Thread(target=trainer, args=(own,)) for own in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_parallel(count, trainer)
     for each in sums:
         each.wait()
     for group in groups:

@@ -1,8 +1,6 @@
 """Copies of states in host memory: taken by threads that stand for ranks, over queues that stand for their groups."""
 
-import queue
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,6 +15,7 @@ from swift_ft.state.tensors import same_bits
 from swift_ft.state.tree import split
 from swift_ft.train.config import SessionConfig
 from swift_ft.train.snapshots import Snapshots
+from tests.local_backend import LocalWire, Network
 from tests.unit.runtime.wired import site_of
 
 RANKS = 3
@@ -26,30 +25,13 @@ class Lost(RuntimeError):
     """As torch says it."""
 
 
-class Done:
-    def __init__(self, wait: Callable[[], None]) -> None:
-        self.wait = wait
-
-
-class World:
+class World(LocalWire):
     """One rank's group of all."""
 
-    def __init__(
-        self, rank: int, wires: dict[Any, "queue.Queue[torch.Tensor]"], barrier: threading.Barrier
-    ) -> None:
-        self._rank, self._wires, self._barrier = rank, wires, barrier
+    def __init__(self, network: Network, rank: int, barrier: threading.Barrier) -> None:
+        super().__init__(network, rank)
+        self._barrier = barrier
         self.lost = False
-
-    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Done:
-        self._wires.setdefault((self._rank, to, tag), queue.Queue()).put(tensors[0].clone())
-        return Done(lambda: None)
-
-    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Done:
-        wire = self._wires.setdefault((source, self._rank, tag), queue.Queue())
-        return Done(lambda: self._arrive(wire, tensors[0]))
-
-    def _arrive(self, wire: "queue.Queue[torch.Tensor]", room: torch.Tensor) -> None:
-        room.copy_(wire.get(timeout=3.0))
 
     def run(self, _collective: Any) -> None:
         if self.lost:
@@ -85,9 +67,8 @@ class Member:
 
 class Job:
     def __init__(self) -> None:
-        wires: dict[Any, queue.Queue[torch.Tensor]] = {}
-        self.barrier = threading.Barrier(RANKS)
-        self.worlds = [World(rank, wires, self.barrier) for rank in range(RANKS)]
+        network, self.barrier = Network(), threading.Barrier(RANKS)
+        self.worlds = [World(network, rank, self.barrier) for rank in range(RANKS)]
         self.states: list[Any] = [State(rank) for rank in range(RANKS)]
         self.ranks = [self.fresh(rank) for rank in range(RANKS)]
         self.assignment = Assignment.told(num_stages=RANKS, stages={rank: [rank] for rank in range(RANKS)})

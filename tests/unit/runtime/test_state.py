@@ -162,17 +162,6 @@ def test_a_step_whose_update_has_begun_is_not_intact() -> None:
     assert state.version == 1
 
 
-def test_a_saved_state_comes_back() -> None:
-    state, stage, optimizer, counter = make()
-    half_a_step(state, stage, counter)
-    optimizer.step()
-    state.end_step()
-    other, *_ = make()
-    other.load_state_dict(state.state_dict())
-    assert other.digests() == state.digests()
-    assert other.version == 1
-
-
 def test_a_copy_knows_which_attributes_are_each_replicas_own() -> None:
     """It is without them until its first step, and is the same replica all the same."""
     (state, stage, *_), (other, others_stage, *_) = make(), make()
@@ -217,25 +206,6 @@ def test_a_checkpoint_of_another_trainer_is_refused() -> None:
         make()[0].load_state_dict({**saved, "stages": {"7": {}}})
     with pytest.raises(ServiceError, match="registered"):
         make()[0].load_state_dict({**saved, "objects": {}})
-
-
-def test_an_object_that_cannot_load_its_state_is_named() -> None:
-    state, *_ = make()
-    saved = copy.deepcopy(state.state_dict())
-
-    class Picky:
-        def state_dict(self) -> dict[str, int]:
-            return {"places": 3}
-
-        def load_state_dict(self, state: dict[str, int]) -> None:
-            raise KeyError("positions")
-
-    state.add_object("loader2", Picky())
-    saved["objects"]["loader2"] = {"places": 3}
-    with pytest.raises(
-        ServiceError, match=r"register\(loader2=...\) cannot load its state: KeyError: 'positions'"
-    ):
-        state.load_state_dict(saved)
 
 
 def test_a_rank_that_cannot_take_its_step_back_gives_up_its_state_and_not_the_job(
