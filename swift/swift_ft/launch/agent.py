@@ -24,6 +24,7 @@ from swift_ft import events
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.launch.children import Child, Nursery, SignalGate, Signalled, StartFailed
 from swift_ft.launch.command import LaunchPlan
+from swift_ft.launch.death import MemoryKills
 from swift_ft.launch.decisions import (
     Action,
     Outcome,
@@ -38,7 +39,6 @@ from swift_ft.launch.decisions import (
 )
 from swift_ft.launch.health_check import WaitingPlaces
 from swift_ft.launch.link import CoordinatorLink
-from swift_ft.launch.memory_kills import MemoryKills
 from swift_ft.launch.ranks import (
     MachinePlace,
     make_program,

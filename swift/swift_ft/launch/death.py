@@ -1,4 +1,4 @@
-"""Learns of a process's death before the kernel has freed its memory.
+"""A process's death: learned of before the kernel has freed its memory; and whether memory had run out.
 
 A pidfd shows the end of a process only then, and its peers' connections break only then. That takes the longer the more
 memory it has, so a rank with large states on the host would be missed late. So a child holds a robust mutex in memory
@@ -16,6 +16,7 @@ import ctypes
 import errno
 import mmap
 import os
+import re
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -77,4 +78,77 @@ def exit_code_of(pid: int) -> int | None:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
         if int(fields[_FLAGS]) & _PF_EXITING:
             return os.waitstatus_to_exitcode(int(fields[_EXIT_CODE]))
+    return None
+
+
+# Whether the kernel has killed a rank because memory ran out.
+
+_MESSAGE = re.compile(r"[^;]*;.*[Oo]ut of memory.*: Killed process (?P<pid>\d+) ")
+_COUNTER = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
+_RECORD_BYTES = 8192
+
+
+class MemoryKills:
+    """The kills of one machine for lack of memory since the launcher's start: by the kernel's messages, and by the
+    counter of a cgroup (version 2)."""
+
+    def __init__(
+        self,
+        cgroups: Path = Path("/sys/fs/cgroup"),
+        own: Path = Path("/proc/self/cgroup"),
+        kernel: Path = Path("/dev/kmsg"),
+    ) -> None:
+        """Reads the counter, and leaves out the kernel's messages so far. `own`: names this process's cgroups."""
+        self._counter = _counter_of(cgroups, own)
+        self._seen = self._count()
+        self._messages = -1
+        self._named = set[int]()
+        """Processes that were named since, and not asked for."""
+        with suppress(OSError):
+            self._messages = os.open(kernel, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            os.lseek(self._messages, 0, os.SEEK_END)
+
+    def words(self, pid: int) -> str:
+        """Returns how a process that got SIGKILL was out of memory; empty if it was not, as far as it is known."""
+        self._read_messages()
+        named = pid in self._named
+        self._named.discard(pid)
+        if self._counter is not None and self._count() > self._seen:  # a limit of the ranks' common cgroup
+            self._seen += 1
+            return f"out of memory: the cgroup {self._counter.parent} has reached its limit{self._limit()}"
+        return "out of memory: the kernel's messages (dmesg) name it" if named else ""
+
+    def _read_messages(self) -> None:
+        with suppress(OSError):  # there are no more, or they may not be read
+            while record := self._next_message():
+                for line in record.splitlines():
+                    if found := _MESSAGE.match(line):
+                        self._named.add(int(found["pid"]))
+
+    def _next_message(self) -> str:
+        while True:
+            with suppress(BrokenPipeError):  # the next ones were overwritten before they were read
+                return os.read(self._messages, _RECORD_BYTES).decode(errors="replace")
+
+    def _count(self) -> int:
+        with suppress(OSError):
+            if self._counter is not None and (found := _COUNTER.search(self._counter.read_text())):
+                return int(found[1])
+        return 0
+
+    def _limit(self) -> str:
+        with suppress(OSError, ValueError):
+            assert self._counter is not None
+            return f" of {int((self._counter.parent / 'memory.max').read_text()) >> 20} MiB"
+        return ""
+
+
+def _counter_of(cgroups: Path, own: Path) -> Path | None:
+    """Returns the file with the number of memory kills in this process's cgroup; None if there is none to read."""
+    with suppress(OSError):
+        for line in own.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            counter = cgroups / path.lstrip("/") / "memory.events"
+            if not controllers and counter.is_file():
+                return counter
     return None

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from swift_ft.launch.death import MemoryKills
 from swift_ft.launch.decisions import describe_exit
-from swift_ft.launch.memory_kills import MemoryKills
 
 NEITHER = Path("/dev/null")
 
