@@ -10,8 +10,8 @@ from swift_ft.launch.standalone import free_port
 from swift_ft.log import admin
 from swift_ft.log.reader import LogReader, never
 from swift_ft.log.ring import ALIGN, HEADER_BYTES
-from swift_ft_services.listening import Protection
 from swift_ft_services.logserver.service import make_server
+from swift_ft_services.program import Protection
 from tests.log_client import Writer
 from tests.unit.log.clients import TIMEOUT_S, Gate, following, key, reading
 from tests.unit.log.clients import rank_writing as writing
