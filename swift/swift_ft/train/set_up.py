@@ -1,7 +1,7 @@
 """Collectives of the trainer's before `session.run`: seeds that are broadcast, barriers, a parameter sync.
 
 The ranks that begin together run them. A process that replaces a lost rank runs the script alone: it gets the results
-that the others got, from the keys that ranks share (`swift_ft.rpc.key_value`). A key holds as long as one of the
+that the others got, from the keys that ranks share (`swift_ft.comm.rank_store`). A key holds as long as one of the
 processes is there that had its result. If none is, all ranks are new, and run the collective again.
 
 What is large is taken for parameters (DDP's sync, `distribute_tensor`, the initialization of DTensors). It is not kept:

@@ -2,17 +2,19 @@
 
 import threading
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import cast
 
 import pytest
+from torch.distributed import DistNetworkError, DistStoreError
 
 from swift_ft._pb import coordinator_pb2 as pb
-from swift_ft.rpc import key_value
+from swift_ft.comm import rank_store
+from swift_ft.comm.rank_store import CoordinatorStore, Known
 from swift_ft.rpc.client import CoordinatorClient
-from swift_ft.rpc.key_value import Gone, Known, SharedKeys
 from swift_ft_services.coordinator.driver import Sharing
 
-TIMEOUT_S = 10.0
+TIMEOUT = timedelta(seconds=10)
 
 
 class Coordinator:
@@ -67,36 +69,46 @@ class _Line:
         return self._coordinator.share(self._incarnation, asked)
 
 
-def ranks(coordinator: Coordinator, count: int = 2, generation: int = 1) -> list[SharedKeys]:
-    return [SharedKeys(coordinator.line(f"r{rank}"), generation) for rank in range(count)]
+def store(
+    coordinator: Coordinator, rank: int, generation: int, known: Known | None = None
+) -> CoordinatorStore:
+    made = CoordinatorStore(coordinator.line(f"r{rank}"), generation, known)
+    made.set_timeout(TIMEOUT)
+    made.built()
+    return made
+
+
+def ranks(coordinator: Coordinator, count: int = 2, generation: int = 1) -> list[CoordinatorStore]:
+    return [store(coordinator, rank, generation) for rank in range(count)]
 
 
 def test_what_one_sets_the_other_gets() -> None:
     a, b = ranks(Coordinator())
     a.set("x", b"1")
-    assert b.get("x", TIMEOUT_S) == b"1"
+    assert b.get("x") == b"1"
     a.set("x", b"2")
     a.set("empty", b"")
-    assert b.has(["empty"])
-    assert b.get("x", TIMEOUT_S) == b"2"
-    assert b.get("empty", TIMEOUT_S) == b""
+    assert b.check(["empty"])
+    assert b.get("x") == b"2"
+    assert b.get("empty") == b""
     assert (a.add("n", 2), b.add("n", 3)) == (2, 5)
-    assert (a.swap("s", b"", b"a"), b.swap("s", b"", b"b"), b.swap("t", b"x", b"y")) == (b"a", b"a", None)
-    assert b.count() == 4
-    assert b.delete("x")
-    assert not b.delete("x")
-    assert not a.has(["x"])
-    assert b.count() == 3
+    swapped = a.compare_set("s", b"", b"a"), b.compare_set("s", b"", b"b"), b.compare_set("t", b"x", b"y")
+    assert swapped == (b"a", b"a", b"x")
+    assert b.num_keys() == 4
+    assert b.delete_key("x")
+    assert not b.delete_key("x")
+    assert not a.check(["x"])
+    assert b.num_keys() == 3
 
 
 def test_a_wait_ends_when_the_key_comes_and_a_missing_one_is_named() -> None:
     a, b = ranks(Coordinator())
     late = threading.Timer(0.05, lambda: a.set("x", b"1"))
     late.start()
-    assert b.get("x", TIMEOUT_S) == b"1"
+    assert b.get("x") == b"1"
     late.join()
-    with pytest.raises(TimeoutError, match=r"nobody has set y, z within 0\.05 s"):
-        b.wait(["x", "y", "z"], 0.05)
+    with pytest.raises(DistStoreError, match=r"nobody has set y, z within 0\.05 s"):
+        b.wait(["x", "y", "z"], timedelta(seconds=0.05))
 
 
 def test_a_change_whose_answer_was_lost_counts_once() -> None:
@@ -112,11 +124,11 @@ def test_what_is_set_once_goes_with_the_next_question() -> None:
     a, b = ranks(coordinator)
     a.once = True
     a.set("x", b"1")
-    assert (coordinator.calls, b.has(["x"]), coordinator.calls) == (0, False, 1)
+    assert (coordinator.calls, b.check(["x"]), coordinator.calls) == (0, False, 1)
     before = coordinator.calls
-    a.wait(["x"], TIMEOUT_S)
+    a.wait(["x"])
     assert coordinator.calls == before + 1
-    assert b.has(["x"])
+    assert b.check(["x"])
 
 
 def test_what_is_set_once_is_asked_for_once() -> None:
@@ -127,20 +139,20 @@ def test_what_is_set_once_is_asked_for_once() -> None:
         a.set(f"k{n}", b"1")
     before = coordinator.calls
     for n in range(20):
-        assert b.get(f"k{n}", TIMEOUT_S) == b"1"
+        assert b.get(f"k{n}") == b"1"
     assert coordinator.calls == before + 1
 
 
 def test_more_than_one_call_can_carry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(key_value, "_SAID_BYTES_MAX", 1000)
+    monkeypatch.setattr(rank_store, "_SAID_BYTES_MAX", 1000)
     coordinator = Coordinator()
     a, b = ranks(coordinator)
     a.once = True
     for n in range(40):
         a.set(f"k{n}", bytes([n]) * 300)
-    a.has(["x"])
+    a.check(["x"])
     assert coordinator.calls > 10
-    assert all(b.get(f"k{n}", TIMEOUT_S) == bytes([n]) * 300 for n in range(40))
+    assert all(b.get(f"k{n}") == bytes([n]) * 300 for n in range(40))
 
 
 def test_a_newer_generation_and_a_coordinator_that_forgot_are_errors() -> None:
@@ -151,10 +163,10 @@ def test_a_newer_generation_and_a_coordinator_that_forgot_are_errors() -> None:
         end(coordinator)
         for call in (
             lambda a=a: a.set("y", b""),
-            lambda a=a: a.has(["y"]),
-            lambda a=a: a.get("y", TIMEOUT_S),
+            lambda a=a: a.check(["y"]),
+            lambda a=a: a.get("y"),
         ):
-            with pytest.raises(Gone, match=words):
+            with pytest.raises(DistNetworkError, match=words):
                 call()
 
 
@@ -162,8 +174,8 @@ def test_a_notice_ends_a_wait() -> None:
     a, _ = ranks(Coordinator())
     notice = threading.Timer(0.05, a.interrupt)
     notice.start()
-    with pytest.raises(Gone):
-        a.get("x", 60.0)
+    with pytest.raises(DistNetworkError):
+        a.get("x")
     notice.join()
 
 
@@ -173,23 +185,23 @@ def test_what_is_about_the_job_is_there_as_long_as_the_coordinator_or_one_rank_i
     coordinator = Coordinator()
     known = [Known() for _ in range(3)]
 
-    def rank(number: int, generation: int) -> SharedKeys:
-        return SharedKeys(coordinator.line(f"r{number}"), generation, known[number])
+    def rank(number: int, generation: int) -> CoordinatorStore:
+        return store(coordinator, number, generation, known[number])
 
     first = [rank(number, 1) for number in range(2)]
     first[0].set("swift/shapes", b"s")
     first[0].set("swift/old", b"o")
     first[0].set("address", b"a")
-    assert first[1].get("swift/shapes", TIMEOUT_S) == b"s"
-    first[0].delete("swift/old")
-    assert not first[1].has(["swift/old"])
+    assert first[1].get("swift/shapes") == b"s"
+    first[0].delete_key("swift/old")
+    assert not first[1].check(["swift/old"])
     if restarted:
         coordinator.restart()
     coordinator.begin(2)
     second = [rank(number, 2) for number in (1, 2)]
     second[0].set("address2", b"b")
-    assert second[1].get("swift/shapes", TIMEOUT_S) == b"s"
-    assert second[1].get("address2", TIMEOUT_S) == b"b"
-    assert not second[1].has(["swift/old"])
-    assert not second[1].has(["address"])
-    assert not second[0].has(["address"])
+    assert second[1].get("swift/shapes") == b"s"
+    assert second[1].get("address2") == b"b"
+    assert not second[1].check(["swift/old"])
+    assert not second[1].check(["address"])
+    assert not second[0].check(["address"])
