@@ -10,7 +10,7 @@ import torch
 
 from swift_ft.device import Event, until_over
 from swift_ft.state.carried_gradients import WholeModule
-from swift_ft.state.device_undo import CodedCopies
+from swift_ft.state.exact_undo import CodedCopies
 from swift_ft.state.journal import Journal
 from swift_ft.train.config import SessionConfig
 from swift_ft.train.reducer import Reduction

@@ -6,10 +6,8 @@ is the only record of which buckets are done: `state["step"]` and `_version` can
 neither).
 """
 
-import copy
 import inspect
-from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -20,14 +18,11 @@ import torch
 
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.optimizers import Lamb, Lion
-from swift_ft.state import kernels, optimizer_names
-from swift_ft.state.device_undo import CodedCopies
-from swift_ft.state.exact_undo import Exact
+from swift_ft.state import kernels
+from swift_ft.state.exact_undo import CodedCopies, Exact, PreImage
 from swift_ft.state.inverse_step import RULES, Applied, Arithmetic, Bucket, numbers, snapshot, unfit
 from swift_ft.state.kernels import Pool
 from swift_ft.state.optimizer_names import bare_step, own_post_hooks, post_hooks, pre_hooks
-from swift_ft.state.rng import calls_of_generator
-from swift_ft.state.transfer import local
 
 # Optimizer classes whose step treats each parameter independently, so that it can be cut into buckets.
 
@@ -68,151 +63,6 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     parameters = list(inspect.signature(bare_step(type(optimizer))).parameters.values())
     required = [p for p in parameters[1:] if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
     return any(p.kind is not p.VAR_KEYWORD for p in required)
-
-
-# A snapshot of a dictionary.
-
-# Attributes of torch.optim.Optimizer itself. A step does not change them, or the code below handles them separately.
-OPTIMIZERS_OWN = frozenset(vars(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]))) | {"step"}
-
-
-class Kept:
-    """A snapshot of a dictionary: ``Kept(holder)`` … ``restore()``
-
-    Values of tensors are restored into the same tensors, numbers and containers into `holder`; newer entries are
-    removed. Keys keep their order, on which a state's names depend. Keys in `but` are not touched. Random generators
-    get their states back, and so does an inner optimizer (in SAM, Lookahead). Without `states`, an inner optimizer's
-    state is not kept: it is as large as the parameters, and changes only in its step.
-    """
-
-    def __init__(
-        self,
-        holder: dict[Any, Any],
-        *,
-        but: Collection[Any] = (),
-        states: bool = True,
-        seen: frozenset[int] = frozenset(),
-    ):
-        """`seen`: ids of optimizers that are already kept."""
-        self._holder = holder
-        self._states = states
-        self._seen = seen
-        self._but = frozenset(but)
-        self._order = list(holder)
-        self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._generators: list[tuple[Callable[[Any], object], Any]] = []
-        self._optimizers: list[Kept] = []
-        self._value = {key: self._take(value) for key, value in holder.items() if key not in self._but}
-
-    @property
-    def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return [pair for kept in (self, *self._optimizers) for pair in kept._tensors]
-
-    @torch.no_grad()
-    def restore(self) -> dict[Any, Any]:
-        for tensor, copied in self._tensors:
-            tensor.copy_(copied)
-        for set_state, state in self._generators:
-            set_state(state)
-        for kept in self._optimizers:
-            kept.restore()
-        left_alone = {key: value for key, value in self._holder.items() if key in self._but}
-        again = {key: _walk(value, lambda item: item) for key, value in self._value.items()} | left_alone
-        self._holder.clear()
-        self._holder.update({key: again[key] for key in self._order if key in again} | left_alone)
-        return self._holder
-
-    def _take(self, value: Any) -> Any:
-        return _walk(value, self._remember)
-
-    def _remember(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
-            self._tensors.append((value, value.detach().clone()))
-        elif (calls := calls_of_generator(value)) is not None:
-            get_state, set_state = calls
-            self._generators.append((set_state, get_state()))
-        elif isinstance(value, torch.optim.Optimizer) and id(value) not in self._seen:
-            seen = self._seen | {id(value)}
-            self._optimizers += [Kept(group, but=("params",)) for group in value.param_groups]
-            self._optimizers += [Kept(value.state)] if self._states else []
-            self._optimizers += [Kept(vars(value), but=OPTIMIZERS_OWN, states=self._states, seen=seen)]
-        return value
-
-
-def _walk(value: Any, visit: Any) -> Any:
-    """Returns a copy in which containers are new, so that they cannot be changed from outside, and every other item is
-    replaced by the result of `visit`."""
-    if type(value) is tuple:
-        return tuple(_walk(item, visit) for item in value)
-    if isinstance(value, dict):
-        named = copy.copy(value)
-        named.update({key: _walk(item, visit) for key, item in value.items()})
-        return named
-    if isinstance(value, list | deque):
-        listed: list[Any] | deque[Any] = copy.copy(value)
-        for index, item in enumerate(value):
-            listed[index] = _walk(item, visit)
-        return listed
-    if isinstance(value, set):
-        return copy.copy(value)
-    return visit(value)
-
-
-# Undo by copies of parameters and their state, taken before a bucket is applied. For any optimizer; expensive.
-
-
-class PreImage:
-    """(journal) before the step ``PreImage(...)`` → the optimizer's step → ``undo()``
-
-    `whole` also takes state that an unknown class may keep elsewhere: the groups' values, state that belongs to no
-    parameter, and its own plain attributes.
-    """
-
-    exact = True
-
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], *, whole: bool
-    ):
-        self._optimizer = optimizer
-        self.parameters = parameters
-        with torch.no_grad():
-            self.values = [local(parameter).clone() for parameter in parameters]
-        self._state = {p: Kept(optimizer.state[p]) for p in parameters if p in optimizer.state}
-        self._around: list[Kept] = []
-        if whole:
-            self._around = [Kept(group, but=("params",)) for group in optimizer.param_groups]
-            self._around += [Kept(optimizer.state, but=parameters), Kept(vars(optimizer), but=OPTIMIZERS_OWN)]
-
-    @property
-    def extra_bytes(self) -> int:
-        return _size([*self.values, *(copied for kept in self._state.values() for _, copied in kept.pairs)])
-
-    def by_address(self) -> dict[int, torch.Tensor]:
-        """Returns the copies of parameters and of their states' tensors by the address of what was copied."""
-        pairs = [pair for kept in self._state.values() for pair in kept.pairs]
-        return {
-            live.data_ptr(): copied
-            for live, copied in [*zip(map(local, self.parameters), self.values, strict=True), *pairs]
-        }
-
-    def after(self) -> None:
-        """Does no work: the copies were taken before the step."""
-
-    def undo(self) -> None:
-        with torch.no_grad():
-            if self.values:
-                optimizer_names.copy_([local(p) for p in self.parameters], self.values)
-            for parameter in self.parameters:
-                if parameter in self._state:
-                    self._optimizer.state[parameter] = self._state[parameter].restore()
-                else:
-                    self._optimizer.state.pop(parameter, None)
-            for kept in self._around:
-                kept.restore()
-
-
-def _size(tensors: list[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 MODES = ("none", "exact", "arithmetic", "preimage")

@@ -1,6 +1,6 @@
 """`kernels.cpp` from Python: inverts a cluster's step in one pass, for contiguous tensors of a CPU or a device.
 
-Other tensors, and machines without a compiler, are served by copies (`swift_ft.state.journal.PreImage`).
+Other tensors, and machines without a compiler, are served by copies (`swift_ft.state.exact_undo.PreImage`).
 """
 
 import ctypes

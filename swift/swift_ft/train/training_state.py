@@ -21,7 +21,8 @@ from swift_ft.errors import ServiceError, UsageError
 from swift_ft.state import fsdp
 from swift_ft.state.carried_gradients import WholeModule
 from swift_ft.state.digests import digests
-from swift_ft.state.journal import OPTIMIZERS_OWN, Kept, UndoResult
+from swift_ft.state.exact_undo import OPTIMIZERS_OWN, Kept
+from swift_ft.state.journal import UndoResult
 from swift_ft.state.loaders import Iterators, RegisteredLoader, is_loader
 from swift_ft.state.module_state import (
     KeptModules,

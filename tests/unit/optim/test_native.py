@@ -14,8 +14,8 @@ import torch
 
 from swift_ft.optimizers import Lamb, Lion
 from swift_ft.state import kernels
-from swift_ft.state.exact_undo import Exact, Residue
-from swift_ft.state.journal import Journal, PreImage
+from swift_ft.state.exact_undo import Exact, PreImage, Residue
+from swift_ft.state.journal import Journal
 from tests.unit.optim import models
 
 LARGE = 5 * (1 << 15) + 77

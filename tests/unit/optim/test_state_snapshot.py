@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from swift_ft.state.journal import Kept, PreImage
+from swift_ft.state.exact_undo import Kept, PreImage
 
 GENERATORS: dict[str, Any] = {
     "torch": torch.Generator().manual_seed(3),
