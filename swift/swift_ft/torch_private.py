@@ -8,7 +8,7 @@ import inspect
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from torch.distributed.pipelining import schedules as _schedules
 from torch.distributed.pipelining import stage as _stage
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import optimizer as _optimizer
 from torch.utils import _python_dispatch
 from torch.utils.data import DataLoader, dataloader
 
@@ -163,6 +164,13 @@ _NEEDED = {
     ),
     "torch.utils.data.dataloader._BaseDataLoaderIter": (dataloader._BaseDataLoaderIter, ("_next_data",)),
     "torch.distributed.fsdp.FSDPModule": (FSDPModule, ("_get_fsdp_state",)),
+    "torch": (torch, ("_foreach_copy_",)),
+    "torch.Tensor": (torch.Tensor, ("_version", "_is_zerotensor")),
+    "torch.optim.Optimizer": (torch.optim.Optimizer, ("_process_value_according_to_param_policy",)),
+    "torch.optim.optimizer": (
+        _optimizer,
+        ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"),
+    ),
 }
 
 
@@ -745,3 +753,52 @@ def register_group(group: Any, name: str, ranks: tuple[int, ...], backend: "Back
 def count_groups(made: int) -> None:
     """Sets the number of groups that torch has named so far. Destroying the default group resets it."""
     _c10d._world.group_count = made
+
+
+# Optimizers.
+
+copy_all: Callable[..., None] = torch._foreach_copy_
+"""Copies each tensor of the second list into that of the first one."""
+
+
+@contextmanager
+def state_left_alone() -> Iterator[None]:
+    """Makes optimizers load a state's tensors unchanged, without a cast to their parameters' dtype."""
+    base: Any = torch.optim.Optimizer
+    policy = base.__dict__["_process_value_according_to_param_policy"]
+
+    def as_it_is(param: Any, value: Any, *_: Any, **__: Any) -> Any:
+        return value
+
+    base._process_value_according_to_param_policy = staticmethod(as_it_is)
+    try:
+        yield
+    finally:
+        base._process_value_according_to_param_policy = policy
+
+
+def is_plain_memory(tensor: torch.Tensor) -> bool:
+    """Returns whether the tensor's elements are those in its memory, one after another."""
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor._is_zerotensor()
+
+
+def pre_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
+    """Returns the hooks that torch calls before `optimizer`'s step, in its order: global ones, then its own."""
+    own = optimizer._optimizer_step_pre_hooks
+    return [*_optimizer._global_optimizer_pre_hooks.values(), *own.values()]
+
+
+def post_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
+    """Returns the hooks that torch calls after `optimizer`'s step, in its order: its own, then global ones."""
+    own = optimizer._optimizer_step_post_hooks
+    return [*own.values(), *_optimizer._global_optimizer_post_hooks.values()]
+
+
+def own_post_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    return bool(optimizer._optimizer_step_post_hooks)
+
+
+def bare_step(cls: type[torch.optim.Optimizer]) -> Callable[..., Any]:
+    """Returns the class's step without torch's wrapper that calls the hooks."""
+    step = cls.step
+    return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step

@@ -2,7 +2,6 @@
 
 journal              which buckets of a step are applied to an optimizer, and how they are taken back
 exact_undo           bit-exact undo; inverse_step: undo by formula; kernels: inverse steps in one pass (kernels.cpp)
-optimizer_names      private names of torch's optimizers
 module_state         buffers, attributes and modes of modules
 carried_gradients    gradients that a step leaves to the next one
 loaders, rng         positions of data loaders; random numbers from a counter

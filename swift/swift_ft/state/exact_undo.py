@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from swift_ft.state import optimizer_names
+from swift_ft import torch_private
 from swift_ft.state.inverse_step import Bucket, Cluster
 from swift_ft.state.kernels import DTYPES, ROOM, DeviceCodes, Pool
 from swift_ft.state.rng import calls_of_generator
@@ -152,7 +152,7 @@ class PreImage:
     def undo(self) -> None:
         with torch.no_grad():
             if self.values:
-                optimizer_names.copy_([local(p) for p in self.parameters], self.values)
+                torch_private.copy_all([local(p) for p in self.parameters], self.values)
             for parameter in self.parameters:
                 if parameter in self._state:
                     self._optimizer.state[parameter] = self._state[parameter].restore()
@@ -255,7 +255,9 @@ class Exact:
             sizes = [tensor.numel() for tensor in column]
             pieces = torch.split(buffer[: sum(sizes)], sizes)
             buffer = buffer[sum(sizes) :]
-            optimizer_names.copy_([piece.view_as(t) for piece, t in zip(pieces, column, strict=True)], column)
+            torch_private.copy_all(
+                [piece.view_as(t) for piece, t in zip(pieces, column, strict=True)], column
+            )
             for index, piece in zip(members, pieces, strict=True):
                 copies[index].append(piece)
         return copies

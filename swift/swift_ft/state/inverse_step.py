@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from swift_ft import torch_private
 from swift_ft.errors import ServiceError
 from swift_ft.optimizers import Lamb, Lion
-from swift_ft.state import kernels, optimizer_names
+from swift_ft.state import kernels
 from swift_ft.state.kernels import Backwards, Form
 from swift_ft.state.tensors import overlapping
 
@@ -249,7 +250,7 @@ class Bucket:
     def applied(self) -> None:
         """(after the optimizer's step) Keeps references to the gradients, which a fused step may have unscaled."""
         self.gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        self._versions = [optimizer_names.version(gradient) for gradient in self.gradients]
+        self._versions = [gradient._version for gradient in self.gradients]
         found_inf: Any = getattr(self.optimizer, "found_inf", None)
         self._found_inf = found_inf.clone() if isinstance(found_inf, torch.Tensor) else None
 
@@ -259,7 +260,7 @@ class Bucket:
         return self._found_inf is not None and bool(self._found_inf.item())
 
     def check_gradients(self) -> None:
-        if any(optimizer_names.version(g) != v for g, v in zip(self.gradients, self._versions, strict=True)):
+        if any(g._version != v for g, v in zip(self.gradients, self._versions, strict=True)):
             raise ServiceError(
                 "this step cannot be taken back: its gradients were changed in place after it "
                 "(use zero_grad(set_to_none=True))"
@@ -288,7 +289,7 @@ class Bucket:
     def restore_scalars(self) -> None:
         """Restores step counters and similar state; removes state that did not exist before the step."""
         if self._small:
-            optimizer_names.copy_(self._small, self._before)
+            torch_private.copy_all(self._small, self._before)
         for parameter, state in zip(self.parameters, self._states, strict=True):
             if state is None:
                 self.optimizer.state.pop(parameter, None)

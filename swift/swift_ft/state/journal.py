@@ -22,7 +22,7 @@ from swift_ft.state import kernels
 from swift_ft.state.exact_undo import CodedCopies, Exact, PreImage
 from swift_ft.state.inverse_step import RULES, Applied, Arithmetic, Bucket, numbers, snapshot, unfit
 from swift_ft.state.kernels import Pool
-from swift_ft.state.optimizer_names import bare_step, own_post_hooks, post_hooks, pre_hooks
+from swift_ft.torch_private import bare_step, own_post_hooks, post_hooks, pre_hooks
 
 # Optimizer classes whose step treats each parameter independently, so that it can be cut into buckets.
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from swift_ft.device import Accelerator, accelerator_of
-from swift_ft.state.optimizer_names import is_plain_memory
+from swift_ft.torch_private import is_plain_memory
 
 DTYPES = {
     torch.float64: torch.int64,

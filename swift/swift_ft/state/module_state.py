@@ -20,7 +20,6 @@ from torch.distributed.fsdp import FSDPModule
 from swift_ft import torch_private
 from swift_ft.errors import ServiceError, SwiftError, UsageError
 from swift_ft.state.digests import digest_of, digests_of
-from swift_ft.state.optimizer_names import state_left_alone
 from swift_ft.state.tensors import differ
 from swift_ft.state.transfer import local
 from swift_ft.state.tree import join, split
@@ -593,7 +592,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> N
     """Loads an optimizer's state. Raises ServiceError if its `state_dict` differs from `saved` afterwards."""
     state, groups = optimizer.state, optimizer.param_groups
     try:
-        with state_left_alone():
+        with torch_private.state_left_alone():
             optimizer.load_state_dict(saved)
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
         raise ServiceError(f"{type(optimizer).__name__} does not take its state back: {error}") from error

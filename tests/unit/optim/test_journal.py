@@ -9,7 +9,7 @@ from torch.optim import optimizer as hooks
 
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.state.journal import Journal, make_buckets
-from swift_ft.state.optimizer_names import bare_step
+from swift_ft.torch_private import bare_step
 from tests.unit.optim import models
 
 SMALL = 64  # bytes: several buckets out of a handful of parameters
