@@ -22,8 +22,7 @@ from pathlib import Path
 
 from swift_ft.errors import UsageError
 from swift_ft.log.manifest import JobMeta, ManifestDamaged
-from swift_ft.log.segment import SUFFIX
-from swift_ft.log.stub import COLD_SUFFIX, STUB_BYTES_MAX, URL_BYTES_MAX, Stub
+from swift_ft.log.segment import COLD_SUFFIX, STUB_BYTES_MAX, SUFFIX, URL_BYTES_MAX, Stub
 from swift_ft.objects import PART_BYTES, Objects
 from swift_ft_services.logserver.disk import Disk, File
 from swift_ft_services.logserver.manifests import read_small_file, replace_small_file

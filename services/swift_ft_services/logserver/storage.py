@@ -33,6 +33,7 @@ from swift_ft.log.manifest import (
 from swift_ft.log.record import NAME_PATTERN, stream_tag
 from swift_ft.log.segment import (
     BLOCK_BYTES,
+    COLD_SUFFIX,
     FILE_BYTES_LEAST,
     FOOTER_BYTES,
     SEGMENT_HEADER_BYTES,
@@ -41,14 +42,15 @@ from swift_ft.log.segment import (
     Ending,
     Owner,
     SegmentScan,
+    Stub,
     decode_segment_header,
     encode_footer,
     encode_segment_header,
     padding,
     segment_name,
+    stub_path,
     walk,
 )
-from swift_ft.log.stub import COLD_SUFFIX, Stub, stub_path
 from swift_ft_services.logserver import manifests
 from swift_ft_services.logserver.cold import ColdTier, folder_of, key_of, known_url, read_stub, reset_of
 from swift_ft_services.logserver.core import NUMBER_MAX, STEP_UNKNOWN, Hole, IndexEntry, JobState, StreamState

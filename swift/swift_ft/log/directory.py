@@ -41,8 +41,7 @@ from swift_ft.log.manifest import (
     problem_of,
 )
 from swift_ft.log.record import NAME_PATTERN, check_name
-from swift_ft.log.segment import SEQUENCE_MAX, SUFFIX
-from swift_ft.log.stub import COLD_SUFFIX, URL_BYTES_MAX
+from swift_ft.log.segment import COLD_SUFFIX, SEQUENCE_MAX, SUFFIX, URL_BYTES_MAX
 
 # Format of `.acked`, the acknowledged sequence of each stream (docs/format.md). Only the server writes the file.
 #

@@ -42,16 +42,18 @@ from swift_ft.log.frame import decode_record
 from swift_ft.log.manifest import GRANTED, NO_UID, JobMeta, ManifestDamaged, StreamMeta
 from swift_ft.log.record import Record, declared, stream_tag
 from swift_ft.log.segment import (
+    COLD_SUFFIX,
     FILE_BYTES_LEAST,
     SEQUENCE_MAX,
+    STUB_BYTES_MAX,
     SUFFIX,
     Ending,
     Owner,
     ScannedRecord,
     SegmentScan,
+    Stub,
     walk,
 )
-from swift_ft.log.stub import COLD_SUFFIX, STUB_BYTES_MAX, Stub
 from swift_ft.text import job_called, show, size_words, table, tell, time_words
 
 # Facts about a log, from a server over gRPC or from the files of a directory.

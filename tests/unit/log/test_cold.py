@@ -17,7 +17,7 @@ from swift_ft.log import admin
 from swift_ft.log.manifest import MANIFEST, JobMeta, ManifestDamaged, StreamMeta
 from swift_ft.log.reader import LogReader, lost_copy, never
 from swift_ft.log.record import RecordKey
-from swift_ft.log.stub import Stub, stub_path
+from swift_ft.log.segment import Stub, stub_path
 from swift_ft.objects import Objects
 from swift_ft.tools.inspect import DirectoryLog
 from swift_ft.tools.inspect import main as inspect
