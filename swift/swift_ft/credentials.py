@@ -105,9 +105,18 @@ VARIABLES = (ENV_CREDENTIALS, *(name for name, _ in _FILES))
 _RELOAD_S = 1.0
 
 Options = Sequence[tuple[str, Any]]
-_RESOLVE = ("grpc.dns_min_time_between_resolutions_ms", 1000)
-"""A server that comes back may have another address under its name, as pods do. By default gRPC goes on for 30 s with
-the one that it has."""
+CONNECTING: Options = (
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 500),
+    # A client that waits for a restart must not share its backoff with another client of this process.
+    ("grpc.use_local_subchannel_pool", 1),
+    # Services are reached directly by their addresses, never through an HTTP proxy.
+    ("grpc.enable_http_proxy", 0),
+    # A server that comes back may have another address under its name, as pods do. By default gRPC goes on for 30 s
+    # with the one that it has.
+    ("grpc.dns_min_time_between_resolutions_ms", 1000),
+)
+"""Options of every channel."""
 
 
 _part = "ranks"
@@ -239,12 +248,12 @@ def read_token(path: Path) -> str:
     return token
 
 
-def open_channel(address: str, options: Options, credentials: Credentials | None = None) -> grpc.Channel:
+def open_channel(address: str, options: Options = (), credentials: Credentials | None = None) -> grpc.Channel:
     """Opens a channel that connects in the background, and reconnects if needed. With several addresses, commas between
     them, it finds the one that serves. Raises UsageError: see `check`."""
     credentials = credentials or Credentials.from_environment()
     credentials.check(address)
-    addresses, options = address.split(","), [*options, _RESOLVE]
+    addresses, options = address.split(","), [*options, *CONNECTING]
     if len(addresses) == 1 and credentials.token_file is None and credentials.ca is None:
         return grpc.insecure_channel(address, options=options)
     return _Channel(addresses, options, credentials)
@@ -253,7 +262,7 @@ def open_channel(address: str, options: Options, credentials: Credentials | None
 def open_channel_on_loop(address: str, options: Options, credentials: Credentials) -> grpc.aio.Channel:
     """Opens a channel of asyncio, without a token, to a server that is not swift's. Raises UsageError: see `check`."""
     credentials.check(address)
-    options, tls = [*options, _RESOLVE], credentials.tls()
+    options, tls = [*options, *CONNECTING], credentials.tls()
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
     return grpc.aio.secure_channel(address, tls, options=options)

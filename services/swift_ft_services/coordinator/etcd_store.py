@@ -61,11 +61,7 @@ PAGE = 16
 """Rows of one answer, which may take an attempt's time."""
 OPTIONS = (
     ("grpc.max_receive_message_length", -1),
-    ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 1000),
-    ("grpc.max_reconnect_backoff_ms", 500),
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.enable_http_proxy", 0),
 )
 _ASKED_AGAIN = (
     grpc.StatusCode.UNAVAILABLE,

@@ -83,11 +83,6 @@ def error_from_json(value: Message | None) -> SwiftError | None:
 _CALL_S = 2.0
 _LATE = 1.25
 """Intervals after which the trainer's heartbeat is late."""
-_OPTIONS = (
-    ("grpc.enable_http_proxy", 0),
-    ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.max_reconnect_backoff_ms", 500),
-)
 _NOT_RUNNING = "TtZX"  # as /proc/PID/stat has it: stopped, traced, dead
 
 
@@ -115,7 +110,7 @@ class LeaseKeeper:
         self._beat = pb.HeartbeatRequest(
             job=job, rank=lease["rank"], incarnation=lease["incarnation"], kept=True
         )
-        self._channel = open_channel(lease["coordinator"], _OPTIONS)
+        self._channel = open_channel(lease["coordinator"])
         self._stub = pb_grpc.CoordinatorStub(self._channel)
         threading.Thread(target=self._run, name="lease", daemon=True).start()
 
@@ -662,15 +657,22 @@ class Sidecar:
 
     def _hear(self, request: Message) -> None:
         if request["do"] == "flush":
-            threading.Thread(target=self._flush, args=(request,), daemon=True).start()
+            threading.Thread(target=self._carry_out, args=(request,), daemon=True).start()
             return
         with self._judging:
-            error: SwiftError | None = None
-            try:
-                self._do(request)
-            except SwiftError as raised:
-                error = raised
-            self._answer(request, error)
+            self._carry_out(request)
+
+    def _carry_out(self, request: Message) -> None:
+        error: SwiftError | None = None
+        try:
+            self._do(request)
+        except SwiftError as raised:
+            error = raised
+        if request["id"]:
+            self.tell({"id": request["id"], "error": error_to_json(error)})
+        elif error is not None:  # the sidecar could not start
+            self.tell({"failed": str(error)})
+            os._exit(1)
 
     def _lines(self) -> Iterator[bytes]:
         """Yields the trainer's messages until it is gone or closes the socket."""
@@ -716,6 +718,8 @@ class Sidecar:
                 {RecordKey(*numbers): bytes.fromhex(digest) for *numbers, digest in request["digests"]},
                 request["server"],
             )
+        elif do == "flush":
+            writer.flush_to(request["upto"], request["timeout_s"])
         elif do == "set_generation":
             writer.set_generation(request["generation"])
             self._told = None
@@ -726,22 +730,6 @@ class Sidecar:
             os._exit(0)  # unacknowledged records are given up
         else:
             raise ServiceError(f"the log's sidecar does not know {do!r}")
-
-    def _flush(self, request: Message) -> None:
-        assert self._writer is not None
-        error: SwiftError | None = None
-        try:
-            self._writer.flush_to(request["upto"], request["timeout_s"])
-        except SwiftError as raised:
-            error = raised
-        self._answer(request, error)
-
-    def _answer(self, request: Message, error: SwiftError | None) -> None:
-        if request["id"]:
-            self.tell({"id": request["id"], "error": error_to_json(error)})
-        elif error is not None:  # the sidecar could not start
-            self.tell({"failed": str(error)})
-            os._exit(1)
 
     # -- watch ----------------------------------------------------------------------------------------
 

@@ -56,18 +56,12 @@ LIMIT_PAUSE_S = 0.5
 LIMIT_PATIENCE_S = 3.0
 
 CHANNEL_OPTIONS = (
-    ("grpc.initial_reconnect_backoff_ms", 50),
     # Timeout of one connection attempt; a refused one fails at once and waits for the backoff only.
     ("grpc.min_reconnect_backoff_ms", 5000),
-    ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.keepalive_time_ms", 5000),
     ("grpc.keepalive_timeout_ms", 2000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
-    # A client that waits for a restart must not share its backoff with another client of this process.
-    ("grpc.use_local_subchannel_pool", 1),
-    # The coordinator is reached directly by its address, never through an HTTP proxy.
-    ("grpc.enable_http_proxy", 0),
 )
 
 # CANCELLED comes from `close` (then `_closed` is set), or from a coordinator that stopped during the call.

@@ -21,6 +21,7 @@ import grpc
 
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft._pb import coordinator_pb2_grpc as pb_grpc
+from swift_ft.credentials import CONNECTING
 from swift_ft.lab.bench.coordinator import PHASE_S
 from swift_ft.rpc.client import ATTEMPT_TIMEOUT_S, CHANNEL_OPTIONS, RETRY_PAUSE_S
 
@@ -37,7 +38,8 @@ class Fleet:
     def __init__(self, address: str, members: int, replicas: int, ranks: range) -> None:
         self.world_size = members
         self.replicas = replicas
-        self.channels = [grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) for _ in range(CHANNELS)]
+        options = (*CHANNEL_OPTIONS, *CONNECTING)
+        self.channels = [grpc.aio.insecure_channel(address, options=options) for _ in range(CHANNELS)]
         self.members = {rank: Member(self, rank) for rank in ranks}
         self.version = 0
         self.view_bytes = 0
