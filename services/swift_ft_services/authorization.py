@@ -33,7 +33,7 @@ from swift_ft import events
 from swift_ft.credentials import AUTHORIZATION, BEARER
 from swift_ft.errors import UsageError
 from swift_ft.files import open_regular
-from swift_ft.log.protocol import KINDS, REASON_KEY, Reason
+from swift_ft.log.protocol import REASON_KEY, Reason
 from swift_ft.tokens import EVERY_JOB, MAY_CALL, Authority, Grant, NotAuthenticated
 from swift_ft_services.threads import Threads
 
@@ -465,7 +465,7 @@ class Denied(Exception):
         """``code``: None: the reason's."""
         super().__init__(message)
         self.reason = reason
-        self.code = code or KINDS[reason].status
+        self.code = code or reason.status
         self.message = message
         self.grant = grant
         self.job = job or (grant.job if grant else "")

@@ -10,7 +10,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from swift_ft._pb import log_pb2
-from swift_ft.log.protocol import KINDS, MEMORY_KEY, REASON_KEY, SERVICE, Reason, server_options, split_frames
+from swift_ft.log.protocol import MEMORY_KEY, REASON_KEY, SERVICE, Reason, server_options, split_frames
 from swift_ft_services.authorization import Denied, Gate, Lanes, Visit, forget_frames
 from swift_ft_services.health import Health
 from swift_ft_services.interceptors import SyncGate, visit_of
@@ -170,7 +170,7 @@ class LogServicer:
         if not noted:
             self._refused(refusal.reason.value)
         context.set_trailing_metadata(((REASON_KEY, refusal.reason.value),))
-        context.abort(KINDS[refusal.reason].status, refusal.message[:_MESSAGE_CHARACTERS])
+        context.abort(refusal.reason.status, refusal.message[:_MESSAGE_CHARACTERS])
 
 
 def _handlers(servicer: LogServicer) -> grpc.GenericRpcHandler:

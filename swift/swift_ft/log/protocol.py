@@ -1,8 +1,7 @@
 """The client side of a connection to one log server, and the mapping of its refusals to our errors."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from enum import StrEnum
-from typing import NamedTuple
 
 import grpc
 
@@ -43,31 +42,40 @@ _VARINT_BYTES_MAX = 10
 
 
 class Reason(StrEnum):
-    """Reason why a call was refused. More specific than the gRPC status code."""
+    """Reason why a call was refused: more specific than the gRPC status with which the call ends."""
 
-    STALE_GENERATION = "stale-generation"
-    NOT_GRANTED = "generation-not-granted"
-    NOT_OPEN = "stream-not-open"
-    GAP = "sequence-gap"
-    CONFLICT = "conflict"
-    CORRUPT = "corrupt"
-    INVALID = "invalid"
-    OVERSIZE = "oversize"
-    TRIMMED = "trimmed"
-    FULL = "disk-full"
-    OVER_QUOTA = "over-quota"
-    LIVES = "job-lives"
-    UNKNOWN = "unknown-job"
-    APART = "job-set-apart"
+    status: grpc.StatusCode
+    error: type[SwiftError]
+    """What the caller raises."""
+
+    def __new__(cls, word: str, status: grpc.StatusCode, error: type[SwiftError]) -> "Reason":
+        reason = str.__new__(cls, word)
+        reason._value_, reason.status, reason.error = word, status, error
+        return reason
+
+    STALE_GENERATION = "stale-generation", grpc.StatusCode.FAILED_PRECONDITION, StaleGeneration
+    NOT_GRANTED = "generation-not-granted", grpc.StatusCode.FAILED_PRECONDITION, StaleGeneration
+    NOT_OPEN = "stream-not-open", grpc.StatusCode.FAILED_PRECONDITION, ServiceError
+    GAP = "sequence-gap", grpc.StatusCode.OUT_OF_RANGE, SequenceConflict
+    CONFLICT = "conflict", grpc.StatusCode.ALREADY_EXISTS, SequenceConflict
+    CORRUPT = "corrupt", grpc.StatusCode.DATA_LOSS, RecordCorrupt
+    INVALID = "invalid", grpc.StatusCode.INVALID_ARGUMENT, UsageError
+    OVERSIZE = "oversize", grpc.StatusCode.RESOURCE_EXHAUSTED, UsageError
+    TRIMMED = "trimmed", grpc.StatusCode.NOT_FOUND, RecordTrimmed
+    FULL = "disk-full", grpc.StatusCode.RESOURCE_EXHAUSTED, LogUnavailable
+    OVER_QUOTA = "over-quota", grpc.StatusCode.RESOURCE_EXHAUSTED, LogUnavailable
+    LIVES = "job-lives", grpc.StatusCode.FAILED_PRECONDITION, ServiceError
+    UNKNOWN = "unknown-job", grpc.StatusCode.NOT_FOUND, UnknownJob
+    APART = "job-set-apart", grpc.StatusCode.DATA_LOSS, JobSetApart
     """The job is quarantined: its files here are damaged. The server refuses it until it is dropped or restored."""
-    BUSY = "busy"
-    CLOSED = "closed"
-    DRAINING = "draining"
-    LIMIT = "limit"
-    INTERNAL = "internal-error"
+    BUSY = "busy", grpc.StatusCode.UNAVAILABLE, LogUnavailable
+    CLOSED = "closed", grpc.StatusCode.UNAVAILABLE, LogUnavailable
+    DRAINING = "draining", grpc.StatusCode.UNAVAILABLE, LogUnavailable
+    LIMIT = "limit", grpc.StatusCode.RESOURCE_EXHAUSTED, LogUnavailable
+    INTERNAL = "internal-error", grpc.StatusCode.INTERNAL, ServiceError
     """A bug. The server's log has the traceback."""
-    UNAUTHENTICATED = "unauthenticated"
-    DENIED = "denied"
+    UNAUTHENTICATED = "unauthenticated", grpc.StatusCode.UNAUTHENTICATED, AccessDenied
+    DENIED = "denied", grpc.StatusCode.PERMISSION_DENIED, AccessDenied
 
 
 class Fsync(StrEnum):
@@ -154,38 +162,6 @@ def split_frames(message: bytes) -> memoryview | None:
     return None
 
 
-class Kind(NamedTuple):
-    status: grpc.StatusCode
-    error: type[SwiftError]
-    """What the caller raises."""
-
-
-KINDS: Mapping[str, Kind] = {
-    Reason.STALE_GENERATION: Kind(grpc.StatusCode.FAILED_PRECONDITION, StaleGeneration),
-    Reason.NOT_GRANTED: Kind(grpc.StatusCode.FAILED_PRECONDITION, StaleGeneration),
-    Reason.NOT_OPEN: Kind(grpc.StatusCode.FAILED_PRECONDITION, ServiceError),
-    Reason.GAP: Kind(grpc.StatusCode.OUT_OF_RANGE, SequenceConflict),
-    Reason.CONFLICT: Kind(grpc.StatusCode.ALREADY_EXISTS, SequenceConflict),
-    Reason.CORRUPT: Kind(grpc.StatusCode.DATA_LOSS, RecordCorrupt),
-    Reason.INVALID: Kind(grpc.StatusCode.INVALID_ARGUMENT, UsageError),
-    Reason.OVERSIZE: Kind(grpc.StatusCode.RESOURCE_EXHAUSTED, UsageError),
-    Reason.TRIMMED: Kind(grpc.StatusCode.NOT_FOUND, RecordTrimmed),
-    Reason.FULL: Kind(grpc.StatusCode.RESOURCE_EXHAUSTED, LogUnavailable),
-    Reason.OVER_QUOTA: Kind(grpc.StatusCode.RESOURCE_EXHAUSTED, LogUnavailable),
-    Reason.LIVES: Kind(grpc.StatusCode.FAILED_PRECONDITION, ServiceError),
-    Reason.UNKNOWN: Kind(grpc.StatusCode.NOT_FOUND, UnknownJob),
-    Reason.APART: Kind(grpc.StatusCode.DATA_LOSS, JobSetApart),
-    Reason.BUSY: Kind(grpc.StatusCode.UNAVAILABLE, LogUnavailable),
-    Reason.CLOSED: Kind(grpc.StatusCode.UNAVAILABLE, LogUnavailable),
-    Reason.DRAINING: Kind(grpc.StatusCode.UNAVAILABLE, LogUnavailable),
-    Reason.LIMIT: Kind(grpc.StatusCode.RESOURCE_EXHAUSTED, LogUnavailable),
-    Reason.INTERNAL: Kind(grpc.StatusCode.INTERNAL, ServiceError),
-    Reason.UNAUTHENTICATED: Kind(grpc.StatusCode.UNAUTHENTICATED, AccessDenied),
-    Reason.DENIED: Kind(grpc.StatusCode.PERMISSION_DENIED, AccessDenied),
-}
-"""How a call with this reason ends."""
-
-
 def open_channel(address: str) -> grpc.Channel:
     """Returns a channel with this process's credentials. It connects, and reconnects, in the background."""
     return credentials.open_channel(address, client_options(BODY_BYTES_MAX))
@@ -220,10 +196,9 @@ def message_of(error: grpc.RpcError) -> str:
 
 
 def as_error(address: str, error: grpc.RpcError) -> SwiftError:
-    reason = reason_of(error)
-    kind = KINDS.get(reason)
-    if kind is not None:
-        return kind.error(message_of(error))
+    reason = next((known for known in Reason if known == reason_of(error)), None)
+    if reason is not None:
+        return reason.error(message_of(error))
     code = code_of(error)
     if code is grpc.StatusCode.UNIMPLEMENTED or credentials.is_another_service(message_of(error)):
         return UsageError(f"at {address} is another service, not a log server")
