@@ -103,21 +103,6 @@ class OriginLoader:
         return len(self.present)
 
 
-class OriginLoaders:
-    def __init__(self) -> None:
-        self._loaders: list[OriginLoader] = []
-        self.names: list[str] = []
-        """Names under which their states are registered."""
-
-    def add(self, loader: OriginLoader, name: str) -> None:
-        self._loaders.append(loader)
-        self.names.append(name)
-
-    def begin(self, origin: int) -> None:
-        for loader in self._loaders:
-            loader.begin(origin)
-
-
 # Iterators of torch's DataLoader, so that a recreated one gives the same batches.
 #
 # A DataLoader without a generator of its own draws from the default one when an iterator is created, and while it runs

@@ -32,7 +32,7 @@ from swift_ft.comm.backend import Collectives
 from swift_ft.comm.groups import ReconfigurableGroup
 from swift_ft.planner import Assignment
 from swift_ft.state.digests import DIGEST_BYTES, digests
-from swift_ft.state.loaders import OriginLoaders
+from swift_ft.state.loaders import OriginLoader
 from swift_ft.state.transfer import local
 from swift_ft.train.participants import Participant, Site, Step
 from swift_ft.train.reducer import Row, Shares, Whole, check_dense
@@ -220,9 +220,10 @@ class Adoption(Participant):
         assignment: Callable[[], Assignment],
         groups: Mapping[str, ReconfigurableGroup],
         witness: Witness,
-        loaders: OriginLoaders,
+        loaders: Mapping[str, OriginLoader],
     ) -> None:
-        """`assignment` returns this generation's. `groups`: the trainer's groups, by name."""
+        """`assignment` returns this generation's. `groups`: the trainer's groups, by name. `loaders`: of
+        `session.loader`, by the names under which their states are registered."""
         self._site = site
         self._data, self._pipeline = groups["data"], groups["pipeline"]
         self._answers = self._pipeline.answers = Answers(site, assignment, self._data)
@@ -340,9 +341,10 @@ class Adoption(Participant):
                 self._answers.early = self.reroute is not None
                 self._site.channel.begin_step(step.number)
                 self._site.state.begin_step()
-                self._loaders.begin(origin // self._assignment().tensor)
+                for loader in self._loaders.values():
+                    loader.begin(origin // self._assignment().tensor)
                 if origin != own:
-                    self._site.state.draw_as_other(self._loaders.names)
+                    self._site.state.draw_as_other(self._loaders.keys())
                 try:
                     step.train(step.number)
                 except Computed:

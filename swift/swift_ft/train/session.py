@@ -29,7 +29,7 @@ from swift_ft.state import fsdp
 from swift_ft.state.carried_gradients import WholeModule, accumulating
 from swift_ft.state.checkpoint_place import place_at
 from swift_ft.state.checkpoint_store import CheckpointStore
-from swift_ft.state.loaders import OriginLoader, OriginLoaders
+from swift_ft.state.loaders import OriginLoader
 from swift_ft.text import ENV_ALLOW_INEXACT, ENV_SPARES, LAUNCHER_SETTINGS, flag_of
 from swift_ft.train import rerouted_call, set_up, verification
 from swift_ft.train.batch_redistribution import Adoption
@@ -354,7 +354,7 @@ class Session:
         """
         loader = OriginLoader(make, self.dp_rank, lambda: self.dp_rank)
         self._state.add_object(name, loader)
-        self._origin_loaders.add(loader, name)
+        self._origin_loaders[name] = loader
         return loader
 
     def run(self, train_step: TrainStep, num_steps: int) -> None:
@@ -575,7 +575,8 @@ class Session:
             faults=faults,
         )
         recording = Recording(site, witness, watch, tape)
-        loaders, log = OriginLoaders(), OwnLog(site)
+        loaders: dict[str, OriginLoader] = {}
+        log = OwnLog(site)
         logs.append(log)
         saving = Saving(site, recording)
         ending = Ending(site, saving)
