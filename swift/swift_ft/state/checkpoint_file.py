@@ -16,7 +16,7 @@ import os
 import struct
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -218,15 +218,29 @@ def check_skeleton(skeleton: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Described:
+    """One tensor, or the bytes of an array."""
+
+    path: str = field(compare=False)
     dtype: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     """Empty for contiguous strides."""
     size: int
+    """Bytes of its elements."""
     memory: int
     """Bytes in memory, with the gaps that its strides leave."""
     accelerator: bool = False
     """It was on a device."""
+    same_as: str = ""
+    """(a transfer) Path of the earlier tensor that has the same memory, and so is sent for it."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that are sent for it."""
+        return 0 if self.same_as else self.size
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
 
 
 def described_by(skeleton: Any) -> dict[str, Described]:
@@ -257,7 +271,7 @@ def _tensor(leaf: Mapping[str, Any], name: str) -> Described:
         memory = max(size, (reach + 1) * DTYPES[dtype].itemsize)
     if ("stride" in leaf and len(stride) != len(shape)) or max(memory, *shape, *stride, 0) >= _FAR:
         raise Damaged(f"tensor {name[:80]!r} is larger than any memory")
-    return Described(dtype, tuple(shape), tuple(stride), size, memory, "accelerator" in leaf)
+    return Described(name, dtype, tuple(shape), tuple(stride), size, memory, "accelerator" in leaf)
 
 
 def _array(leaf: Mapping[str, Any], name: str) -> Described:
@@ -265,7 +279,7 @@ def _array(leaf: Mapping[str, Any], name: str) -> Described:
     if type(size) is not int or not 0 <= size < _FAR:
         raise Damaged(f"array {name[:80]!r} has no size")
     _lengths(leaf.get("shape"), name)
-    return Described("uint8", (size,), (), size, size)
+    return Described(name, "uint8", (size,), (), size, size)
 
 
 _FAR = 1 << 62

@@ -30,7 +30,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ from swift_ft.comm.backend import (
 from swift_ft.device import accelerator_in_use
 from swift_ft.errors import ReplayRefused, ReplicaDiffers
 from swift_ft.log.memory import available_memory
-from swift_ft.state.checkpoint_file import check_tensor, described_by
+from swift_ft.state.checkpoint_file import Described, check_tensor, described_by
 from swift_ft.state.digests import DIGEST_BYTES, Digest, digest_there, read
 from swift_ft.state.digests import digests as digests_of_tensors
 from swift_ft.state.tensors import differ, dtype_name, in_place, overlapping
@@ -71,35 +71,13 @@ _ALIGNED = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TensorEntry:
-    """One tensor.
-
-    `same_as` is the path of the earlier tensor that has the same memory, or empty. `stride` is empty for contiguous
-    strides. The bytes are sent in the order of the indices in any case. `accelerator`: the tensor is on a device.
-    """
-
-    path: str
-    dtype: str
-    shape: tuple[int, ...]
-    same_as: str
-    stride: tuple[int, ...] = ()
-    accelerator: bool = False
-
-    @property
-    def bytes(self) -> int:
-        return 0 if self.same_as else math.prod(self.shape) * dtype_of(self.dtype).itemsize
-
-    def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """A state at one version: its skeleton, and the tensors in the skeleton's order."""
+    """A state at one version: its skeleton, and the tensors in the skeleton's order. The bytes of each are sent in the
+    order of the indices, whatever its strides."""
 
     version: int
     skeleton: Any
-    entries: tuple[TensorEntry, ...]
+    entries: tuple[Described, ...]
 
     def to_bytes(self) -> bytes:
         same = {entry.path: entry.same_as for entry in self.entries if entry.same_as}
@@ -113,9 +91,9 @@ class Manifest:
             value = json.loads(data)
             version, skeleton, same = value["version"], value["skeleton"], dict(value["same"])
             entries = _entries_of(skeleton, same)
-            for path, it in described_by(skeleton).items():
+            for it in entries:
                 if it.memory > _REACH_MAX * max(it.size, 1):  # slices of larger tensors
-                    raise ValueError(f"{path} has the strides {list(it.stride)}")
+                    raise ValueError(f"{it.path} has the strides {list(it.stride)}")
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from None
         if type(version) is not int or version < 0:
@@ -123,7 +101,7 @@ class Manifest:
         return cls(version=version, skeleton=skeleton, entries=entries)
 
 
-def _entries_of(skeleton: Any, same: Mapping[str, str]) -> tuple[TensorEntry, ...]:
+def _entries_of(skeleton: Any, same: Mapping[str, str]) -> tuple[Described, ...]:
     """`same`: path -> the earlier one with the same memory. Raises ValueError."""
     described = described_by(skeleton)
     places = {path: place for place, path in enumerate(described)}
@@ -131,17 +109,7 @@ def _entries_of(skeleton: Any, same: Mapping[str, str]) -> tuple[TensorEntry, ..
         alike = path in described and described.get(other) == described[path]
         if not alike or other in same or places[other] > places[path]:
             raise ValueError(f"{path} is said to be {other}")
-    return tuple(
-        TensorEntry(
-            path=path,
-            dtype=it.dtype,
-            shape=it.shape,
-            same_as=same.get(path, ""),
-            stride=it.stride,
-            accelerator=it.accelerator,
-        )
-        for path, it in described.items()
-    )
+    return tuple(replace(it, same_as=same.get(path, "")) for path, it in described.items())
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -222,7 +190,7 @@ class Chunk:
         return sum(piece.end - piece.begin for piece in self.pieces)
 
 
-def plan_chunks(entries: Sequence[TensorEntry], sources: int) -> list[Chunk]:
+def plan_chunks(entries: Sequence[Described], sources: int) -> list[Chunk]:
     """Cuts tensors into chunks and assigns them to the sources in turn. Deterministic."""
     sizes = [entry.bytes for entry in entries]
     share = sum(sizes) // (sources * _CHUNKS_PER_SOURCE) // _ALIGNED * _ALIGNED
@@ -246,11 +214,11 @@ def plan_chunks(entries: Sequence[TensorEntry], sources: int) -> list[Chunk]:
     return [Chunk(index, index % sources, pieces) for index, pieces in enumerate(chunks)]
 
 
-def fits(entry: TensorEntry, destination: torch.Tensor) -> bool:
+def fits(entry: Described, destination: torch.Tensor) -> bool:
     return (entry.dtype, entry.shape) == (dtype_name(destination), tuple(destination.shape))
 
 
-def check_fits(entry: TensorEntry, destination: torch.Tensor, source: int, joiner: int) -> None:
+def check_fits(entry: Described, destination: torch.Tensor, source: int, joiner: int) -> None:
     """Raises ReplicaDiffers if a tensor of that entry cannot be received into `destination`."""
     if not fits(entry, destination):
         room = f"{dtype_name(destination)}{list(destination.shape)}"
@@ -363,7 +331,7 @@ class Destination:
         return tensors
 
 
-def _each_once(entries: Iterable[TensorEntry], here: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _each_once(entries: Iterable[Described], here: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns the tensors to fill: of several names of one tensor, here or at the source, only the first."""
     once: dict[str, torch.Tensor] = {}
     filled: set[int] = set()
@@ -374,7 +342,7 @@ def _each_once(entries: Iterable[TensorEntry], here: dict[str, torch.Tensor]) ->
     return once
 
 
-def _laid_alike(entry: TensorEntry, here: dict[str, torch.Tensor]) -> bool:
+def _laid_alike(entry: Described, here: dict[str, torch.Tensor]) -> bool:
     """Returns whether the strides equal the source's: kernels choose their algorithm by strides."""
     return tuple(stride_told(here[entry.path])) == entry.stride
 
@@ -385,7 +353,7 @@ def _laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def fresh(entry: TensorEntry) -> torch.Tensor:
+def fresh(entry: Described) -> torch.Tensor:
     """Returns an uninitialised contiguous tensor of an entry's shape and dtype, on the device if the entry's is."""
     dtype = dtype_of(entry.dtype)
     if entry.accelerator and (accelerator := accelerator_in_use()) is not None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from swift_ft.errors import ReplayRefused, ReplicaDiffers, UsageError
 from swift_ft.state import transfer as receive_buffers
+from swift_ft.state.checkpoint_file import Described
 from swift_ft.state.tensors import as_bytes, digest
 from swift_ft.state.transfer import (
     CHUNK_BYTES_MAX,
@@ -20,7 +21,6 @@ from swift_ft.state.transfer import (
     Manifest,
     Received,
     Sent,
-    TensorEntry,
     Transfer,
     first_difference,
     manifest_of,
@@ -94,11 +94,8 @@ mixes = st.lists(
 )
 
 
-def entries(sizes: list[int]) -> list[TensorEntry]:
-    return [
-        TensorEntry(path=str(number), dtype="uint8", shape=(size,), same_as="")
-        for number, size in enumerate(sizes)
-    ]
+def entries(sizes: list[int]) -> list[Described]:
+    return [Described(str(number), "uint8", (size,), (), size, size) for number, size in enumerate(sizes)]
 
 
 @given(sizes=mixes, sources=st.integers(1, 4))
@@ -459,7 +456,7 @@ def test_available_memory_is_known_here() -> None:
 
 
 def test_large_new_tensors_are_like_others() -> None:
-    entry = TensorEntry(path="w", dtype="bfloat16", shape=(1200, 1024), same_as="")
+    entry = Described("w", "bfloat16", (1200, 1024), (), 2 * 1200 * 1024, 2 * 1200 * 1024)
     tensor = receive_buffers.fresh(entry)
     assert (tensor.shape, tensor.dtype, tensor.is_contiguous()) == ((1200, 1024), torch.bfloat16, True)
     tensor.fill_(2)
