@@ -32,22 +32,6 @@ def lacking(*copies: Sequence[RecordKey], alike: Sequence[RecordKey] = WHOLE) ->
     return found.get("a")
 
 
-@pytest.mark.parametrize(
-    ("held", "found"),
-    [
-        (keys(range(10, 15)), None),
-        (keys(range(10, 16)), None),
-        ([*keys(range(10, 15)), RecordKey(15, 0, 0)], None),
-        (keys(range(10, 13)), Steps(13, 14)),
-        (keys(range(10, 15))[:-1], Steps(14, 14)),
-        (keys(range(10, 13))[:-1], Steps(12, 14)),
-        ([], STEPS),
-    ],
-)
-def test_what_is_behind_the_last_record(held: Sequence[RecordKey], found: Steps | None) -> None:
-    assert lacking(held) == found
-
-
 def test_what_is_declared_is_not_declared_again() -> None:
     held = [*keys([10]), mark(Steps(11, 12)), *keys([13])]
     assert lacking(held) == Steps(14, 14)

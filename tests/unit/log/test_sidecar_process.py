@@ -1,18 +1,25 @@
-"""A sidecar's process: started before its writer is there, stopped, without threads. Nobody waits for it for ever."""
+"""A sidecar's process: started before its writer is there, stopped, without threads; nobody waits for it for ever. And
+what it does for a trainer that does not renew its lease."""
 
 import os
 import signal
+import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
+import grpc
 import psutil
 import pytest
 
 from swift_ft import events
+from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.errors import LogInterrupted, ServiceError
 from swift_ft.log import sidecar_client
-from swift_ft.log.sidecar import is_running
+from swift_ft.log.ring import Memory, Word
+from swift_ft.log.sidecar import LeaseKeeper, is_running
 from tests.log_client import Writer
 from tests.unit.log.clients import TIMEOUT_S, key, put, rank_writing
 from tests.unit.log.service import JOB, InProcess, eventually
@@ -187,3 +194,49 @@ def test_a_trainer_that_can_start_no_thread_is_told_and_leaves_no_process(
         Writer([server.address], JOB, 1)
     monkeypatch.undo()
     assert psutil.Process().children() == before
+
+
+# -- its lease -----------------------------------------------------------------------------------------
+
+
+def test_a_process_that_waits_runs_one_that_was_stopped_does_not() -> None:
+    assert is_running(os.getpid())
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        assert is_running(process.pid)
+        process.send_signal(signal.SIGSTOP)
+        eventually(lambda: not is_running(process.pid))
+        process.send_signal(signal.SIGCONT)
+        eventually(lambda: is_running(process.pid))
+        process.kill()
+        eventually(lambda: not is_running(process.pid))
+    finally:
+        process.kill()
+        process.wait()
+    assert not is_running(process.pid)
+
+
+def test_the_sidecar_renews_a_lease_only_while_its_trainer_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[pb.HeartbeatRequest] = []
+    monkeypatch.setattr(grpc, "insecure_channel", lambda *_, **__: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(
+        "swift_ft.log.sidecar.pb_grpc.CoordinatorStub",
+        lambda _channel: SimpleNamespace(Heartbeat=lambda beat, timeout: sent.append(beat)),
+    )
+    memory, ended = Memory.create(4096), os.eventfd(0)
+    lease = {
+        "coordinator": "127.0.0.1:1",
+        "rank": 3,
+        "incarnation": "i",
+        "pid": os.getpid(),
+        "interval_s": 0.05,
+    }
+    memory.store(Word.RENEWED, time.monotonic_ns() + 1_000_000_000)
+    LeaseKeeper("job", lease, ended, memory)
+    time.sleep(0.3)  # for a keeper that does not look
+    assert not sent
+    memory.store(Word.RENEWED, 0)
+    eventually(lambda: len(sent) > 1)
+    assert (sent[0].rank, sent[0].kept) == (3, True)
+    os.eventfd_write(ended, 1)
+    eventually(lambda: "lease" not in {thread.name for thread in threading.enumerate()})
