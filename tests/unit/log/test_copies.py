@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from swift_ft_services.listening import Protection
 
 from swift_ft.errors import LogUnavailable, RecordCorrupt, RecordMissing, ServiceError, UsageError
 from swift_ft.launch.standalone import free_port
