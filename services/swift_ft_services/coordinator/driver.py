@@ -27,25 +27,13 @@ from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.errors import UsageError
 from swift_ft.text import LASTING_KEYS
 from swift_ft_services.coordinator import commands as m
-from swift_ft_services.coordinator import restarts
+from swift_ft_services.coordinator import job_record, restarts
 from swift_ft_services.coordinator.checks import is_stale
 from swift_ft_services.coordinator.commands import Invalid, Refusal
 from swift_ft_services.coordinator.communicators import job_class
 from swift_ft_services.coordinator.job import Job
-from swift_ft_services.coordinator.job_record import (
-    ROOT,
-    JobRow,
-    LogServer,
-    by_job,
-    decode,
-    forgotten_history,
-    history_entry,
-    history_prefix,
-    key_of,
-    read_history,
-)
+from swift_ft_services.coordinator.job_record import JobRow, LogServer
 from swift_ft_services.coordinator.log_calls import LogServers, Questions, Unavailable, Unsure
-from swift_ft_services.coordinator.restarts import starts_again
 from swift_ft_services.coordinator.store import MetadataStore, StoreConflict, StoreFailed
 from swift_ft_services.coordinator.timeouts import BEATS_A_LEASE, Timing
 from swift_ft_services.coordinator.views import measurements_of, status_of, summary_of, view_of, waiting_for
@@ -76,7 +64,7 @@ class Apart:
     def row_of(self, name: str, parts: Mapping[str, str]) -> JobRow | None:
         """Returns the row that these parts store. Returns None if they are damaged; then the job is quarantined."""
         try:
-            row = decode(name, parts)
+            row = job_record.decode(name, parts)
             if row.job == name:
                 return row
             why = f"it is of job {row.job}, and stands for {name}"
@@ -685,7 +673,7 @@ class Driver:
     async def start(self) -> None:
         """Loads all jobs and carries out their effects again. Quarantines a job whose row is damaged. Raises
         StoreFailed, and UsageError if the log servers do not match a job's."""
-        for name, parts in by_job(await self._store.read(ROOT)).items():
+        for name, parts in job_record.by_job(await self._store.read(job_record.ROOT)).items():
             self._load(name, parts)
         await self._enqueue(lambda: None)
 
@@ -798,7 +786,7 @@ class Driver:
     def _join(self, name: str, join: pb.JoinRequest, may_see: Callable[[str], bool]) -> int:
         self.apart.check(name)
         job, command = self._jobs.get(name), m.Join(join)
-        if job is None or starts_again(job.row, join):
+        if job is None or restarts.starts_again(job.row, join):
             live = sum(not other.row.state.is_over for other in self._jobs.values())
             if live >= self._jobs_max:
                 raise TooMany(f"{live} jobs are under way here: no more (--jobs-max)")
@@ -838,7 +826,9 @@ class Driver:
         status = await self._in_turn(lambda: status_of(self._job(name), self._clock()))
         if with_history:
             try:
-                status.history.extend(read_history(name, await self._store.read(history_prefix(name))))
+                status.history.extend(
+                    job_record.read_history(name, await self._store.read(job_record.history_prefix(name)))
+                )
             except StoreFailed as failure:
                 raise Unavailable(str(failure)) from failure
         return status
@@ -985,7 +975,7 @@ class Driver:
         self._questions.forget(name)
         events.emit("job_error", job=name, reason=error)
         try:
-            parts = await self._store.read(key_of(name, ""))
+            parts = await self._store.read(job_record.key_of(name, ""))
         except StoreFailed as failure:
             self._fail(str(failure))
             return
@@ -1029,8 +1019,8 @@ class Driver:
         puts, deletes = dict[str, str](), list[str]()
         for job, persist in changes:
             if persist.entered is not None:
-                puts |= history_entry(job.row, self._wall_clock())
-                deletes += forgotten_history(job.row)
+                puts |= job_record.history_entry(job.row, self._wall_clock())
+                deletes += job_record.forgotten_history(job.row)
         for job in jobs.values():
             changed, gone = job.changes.drain()
             puts |= changed

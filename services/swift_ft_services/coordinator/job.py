@@ -25,9 +25,8 @@ from dataclasses import replace
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.planner import HeldSnapshot, Report
 from swift_ft.rpc.codec import optional
-from swift_ft_services.coordinator import checkpoints, endings, planning
+from swift_ft_services.coordinator import checkpoints, endings, planning, restarts
 from swift_ft_services.coordinator import commands as m
-from swift_ft_services.coordinator.checkpoints import GIVEN_UP, CheckpointTracker
 from swift_ft_services.coordinator.checks import (
     check_change,
     check_first,
@@ -38,12 +37,6 @@ from swift_ft_services.coordinator.checks import (
     is_stale,
 )
 from swift_ft_services.coordinator.commands import Effect, Invalid
-from swift_ft_services.coordinator.endings import (
-    UNLIKE_CODE,
-    Setbacks,
-    exit_words,
-    launcher_code,
-)
 from swift_ft_services.coordinator.job_record import (
     LEGAL,
     Changes,
@@ -55,27 +48,6 @@ from swift_ft_services.coordinator.job_record import (
 )
 from swift_ft_services.coordinator.liveness import Leases, StepClock, Suspicions
 from swift_ft_services.coordinator.log_placement import Places
-from swift_ft_services.coordinator.planning import (
-    count_refusal,
-    decide,
-    forget_recovery,
-    give_up_log,
-    plan_fields,
-    report_fields,
-    stages_problem,
-)
-from swift_ft_services.coordinator.restarts import (
-    adopted_words,
-    begin_again,
-    begin_at_checkpoint,
-    check_origin,
-    check_start,
-    first_row,
-    note_run,
-    note_stop,
-    starts_again,
-    step_back,
-)
 from swift_ft_services.coordinator.timeouts import Timing
 
 
@@ -117,8 +89,8 @@ class Job:
     ) -> "Job":
         """Creates a job from its first Join, which is then passed to `step`. Raises Refusal if it is invalid."""
         check_first(join.request)
-        row = first_row(job, log_servers if cls.uses_log else [], join.request, copies)
-        begin_at_checkpoint(row, join.origin)
+        row = restarts.first_row(job, log_servers if cls.uses_log else [], join.request, copies)
+        restarts.begin_at_checkpoint(row, join.origin)
         return cls(row, timing, now, log_servers)
 
     def __init__(
@@ -137,10 +109,10 @@ class Job:
         self._entered = (row.state, row.generation) if stored else None
         self._log_servers = log_servers if self.uses_log else ()
         self.steps = StepClock(timing)
-        self.checkpoints = CheckpointTracker(row, self.steps, timing)
+        self.checkpoints = checkpoints.CheckpointTracker(row, self.steps, timing)
         self.places = Places(row, timing, now)
         self.endings = endings.Endings(row, self.steps, timing)
-        self.setbacks = Setbacks(row, self.steps)
+        self.setbacks = endings.Setbacks(row, self.steps)
         self.leases = Leases([rank for rank, holder in row.holders.items() if not holder.gone], now)
         self._timing = timing
         self._looked = now
@@ -159,7 +131,7 @@ class Job:
         progress = self._progress()  # progress by a checkpoint that became complete during the recovery
         inexact = self._inexact(checkpoints.record_plan_exactness(self.row))
         planning.mark_vacant_since(self.row, max(self.row.ready.values()))
-        forget_recovery(self.row)
+        planning.forget_recovery(self.row)
         self.suspicions.clear()
         self.steps.restart(self.row.ready, now)
         version = max(self.row.ready.values())
@@ -279,7 +251,7 @@ class Job:
     def _plan_event(self) -> m.Emit:
         """Returns the trace event of the plan. Emitted again after a restart: the drill's report needs it."""
         assert self.row.plan is not None
-        return self._event("plan", **plan_fields(self.row.plan))
+        return self._event("plan", **planning.plan_fields(self.row.plan))
 
     def become_finished(self) -> list[Effect]:
         self._enter(State.FINISHED)
@@ -464,19 +436,19 @@ class Job:
 
     def _join(self, join: m.Join, now: float) -> list[Effect]:
         row, request, member = self.row, join.request, join.request.member
-        if starts_again(row, request):
+        if restarts.starts_again(row, request):
             check_first(request)
-            check_start(row, request)
+            restarts.check_start(row, request)
             if row.checkpoints:
-                check_origin(row, request)
+                restarts.check_origin(row, request)
             return [*self._start_again(join, now), *self._join(join, now)]
         check_join(row, request)
-        check_origin(row, request)
+        restarts.check_origin(row, request)
         rank = member.rank
         if rank in row.holders:
             return []
         first = row.revision == 0
-        note_run(row, request.run, rank)
+        restarts.note_run(row, request.run, rank)
         row.members += 1
         row.holders[rank] = Holder(
             rank=rank,
@@ -504,9 +476,9 @@ class Job:
         if self._log_servers:
             self.places.leases = Leases([], 0.0)  # of servers whose numbers start at 0 again
         if not row.checkpoints:
-            begin_at_checkpoint(row, join.origin)
-        reason = begin_again(row, join.request, self._log_servers)
-        note_run(row, join.request.run, join.request.member.rank)
+            restarts.begin_at_checkpoint(row, join.origin)
+        reason = restarts.begin_again(row, join.request, self._log_servers)
+        restarts.note_run(row, join.request.run, join.request.member.rank)
         self.places.leases.start_afresh(now)
         self.measured.clear()
         self.suspicions.clear()
@@ -529,7 +501,7 @@ class Job:
             self.replays[rank] = heartbeat.replay
         said = self.checkpoints.on_heartbeat(rank, optional(heartbeat, "unsaved"))
         told, progress = [self._event(name, **fields) for name, fields in said], self._progress()
-        changed = progress or any(name == GIVEN_UP for name, _ in said)
+        changed = progress or any(name == checkpoints.GIVEN_UP for name, _ in said)
         return self._told([*told, *progress]) if changed else [*told]
 
     def _suspect(self, suspect: pb.SuspectRequest, now: float) -> list[Effect]:
@@ -558,7 +530,7 @@ class Job:
             return []
         row.reports[holder.rank] = report
         fetch = [m.FetchInventory(generation=row.generation)] if self._all_reported() else []
-        return [self._event("reported", **report_fields(report)), *fetch]
+        return [self._event("reported", **planning.report_fields(report)), *fetch]
 
     def _ready(self, ready: pb.ReadyRequest, now: float) -> list[Effect]:
         row = self.row
@@ -588,7 +560,7 @@ class Job:
             return []
         if len(set(row.ready.values())) > 1:
             return self.become_failed(f"ranks begin at different versions: {versions_words(row.ready)}")
-        problem = stages_problem(row)
+        problem = planning.stages_problem(row)
         if problem:
             return self.become_failed(problem)
         return self.become_running(now)
@@ -600,15 +572,17 @@ class Job:
         rank = refuse.rank
         refused = self._event("refused", rank=rank, reason=refuse.reason)
         if row.state is State.FORMING:
-            if step_back(row):
+            if restarts.step_back(row):
                 assert row.origin is not None
-                reason = f"{adopted_words(row.origin)}; rank {rank} refused a newer one: {refuse.reason}"
+                reason = (
+                    f"{restarts.adopted_words(row.origin)}; rank {rank} refused a newer one: {refuse.reason}"
+                )
                 return [refused, *self.become_forming({}, reason)]
             reason = f"rank {rank} refused, before the job was formed: {refuse.reason}"
             return [refused, *self.become_failed(reason)]
         if refuse.differs:
             row.differed = row.differed or f"rank {rank}: {refuse.reason}"
-        count_refusal(row, rank, refuse.reason)
+        planning.count_refusal(row, rank, refuse.reason)
         return [*self._without_death(row.refused.reason), refused]
 
     def _checkpoint(self, durable: pb.CheckpointRequest) -> list[Effect]:
@@ -651,7 +625,7 @@ class Job:
             return []
         rank = finish.rank
         if unlike := self.endings.unlike(finish):
-            return self.become_failed(unlike, UNLIKE_CODE)
+            return self.become_failed(unlike, endings.UNLIKE_CODE)
         row.finished[rank] = finish.version
         if finish.HasField("called"):
             row.called[rank] = finish.called
@@ -682,7 +656,7 @@ class Job:
         if row.state.is_over or stop.run not in row.run_of.values():
             return []
         event = self._event("launcher_stopped", run=stop.run, reason=stop.reason)
-        all_are = note_stop(row, stop.run)
+        all_are = restarts.note_stop(row, stop.run)
         running = row.state in (State.RUNNING, State.RECOVERING)
         stopped = [] if running or not all_are else self.become_stopped(stop.reason)
         return [*stopped, event]
@@ -698,7 +672,7 @@ class Job:
             return [event]
         if holder is None or not holder.is_process(exited.incarnation, exited.pid) or holder.gone:
             return [self._event("member_exited", **said, held=False)]
-        why = exit_words(exited.exit_code)
+        why = endings.exit_words(exited.exit_code)
         if exited.exit_code == 0 and (rank in row.finished or row.state is State.FINISHED):
             row.holders[rank] = replace(holder, gone=True)
             self.leases.forget(rank)
@@ -707,7 +681,7 @@ class Job:
             # It may have had files left to save: another one may take the rank, with the final checkpoint.
             return [event, *self._told(self._fence({rank: why}))]
         if ends := self.setbacks.exit(rank, exited.exit_code):
-            return [event, *self.become_failed(ends, launcher_code(exited.exit_code))]
+            return [event, *self.become_failed(ends, endings.launcher_code(exited.exit_code))]
         if exited.given_up and (ends := planning.give_up(row, [rank])):
             return [event, *self.become_failed(f"rank {rank} {why}; {ends}")]
         return [event, *self._deaths({rank: why}, {})]
@@ -816,14 +790,14 @@ class Job:
             return []
         row.blocked = {}
         streams, sources = self.places.combined(inventory.servers, inventory.moved)
-        row.plan, reason = decide(row, streams, self.measured)
+        row.plan, reason = planning.decide(row, streams, self.measured)
         row.sources = sources if row.plan is not None and row.plan.reads_log else {}
         if row.plan is None:
             return self.become_failed(reason)
         row.plan = planning.named(row, checkpoints.with_reason(row, row.plan))
         if not row.plan.gives_up_log:
             return self.become_recovering()
-        give_up_log(row, row.plan)
+        planning.give_up_log(row, row.plan)
         return [m.ResetLogs(generation=row.generation)]
 
     def _logs_reset(self, reset: m.LogsReset) -> list[Effect]:
