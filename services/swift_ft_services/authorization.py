@@ -157,10 +157,9 @@ class Audit:
 
     def _is_there(self) -> bool:
         try:
-            there, ours = os.stat(self._path, follow_symlinks=False), os.fstat(self._fd)
+            return os.path.samestat(os.lstat(self._path), os.fstat(self._fd))
         except FileNotFoundError:
             return False
-        return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
 
     def _turn(self) -> None:
         """Starts a new file: this one is full, or was moved away by log rotation."""

@@ -533,13 +533,10 @@ class Coordinator:
         try:
             await driver.start()
         except StoreFailed as error:
-            raise ServiceError(f"{self._flag}: {error}") from None
+            flag = "--store" if self._takes_over else "--directory"
+            raise ServiceError(f"{flag}: {error}") from None
         self._servicer.driver = driver
         return driver
-
-    @property
-    def _flag(self) -> str:
-        return "--store" if self._takes_over else "--directory"
 
     def _after_durable(self, row: JobRow, persist: m.Persist) -> None:
         self._die(row, persist)

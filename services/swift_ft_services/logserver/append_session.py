@@ -159,9 +159,6 @@ class Commits:
     def _lacks_file(self, write: Write) -> bool:
         return not (write.mends or self._state.storage.has_file(write.job, write.stream, write.sequence))
 
-    def _may_begin(self, write: Write, turn: Turn) -> bool:
-        return turn is ALONE or not self._lacks_file(write)
-
     def _next(self) -> str | None:
         for job, line in self._lines.items():
             if not line.queue or (self._making_file is not None and self._making_file.job == job):
@@ -209,7 +206,9 @@ class Commits:
         while line.queue and size < turn.bytes and len(batch) < turn.records:
             queued = line.queue[0]
             another = bool(batch) and queued.stream.tag not in streams
-            if another and (len(streams) == turn.streams or not self._may_begin(queued.write, turn)):
+            if another and (
+                len(streams) == turn.streams or (turn is AMONG_OTHERS and self._lacks_file(queued.write))
+            ):
                 break
             streams.add(queued.stream.tag)
             batch.append(line.queue.popleft())

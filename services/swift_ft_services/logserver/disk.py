@@ -189,28 +189,19 @@ def _take(directory: Path) -> int:
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         os.listdir(directory)
-        fd = _locked(directory)
+        fd = open_regular(directory / LOCK, os.O_RDWR | os.O_CREAT)
+        os.fchmod(fd, 0o600)  # otherwise any user could lock it and keep the server from starting
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            raise ServiceError(
+                f"directory {directory} is in use by another log server; stop it or give another directory"
+            ) from None
     except OSError as error:
         raise UsageError(
             f"cannot use directory {directory}: {error.strerror}; give one that can be read and written"
         ) from None
-    if fd is None:
-        raise ServiceError(
-            f"directory {directory} is in use by another log server; stop it or give another directory"
-        )
-    return fd
-
-
-def _locked(directory: Path) -> int | None:
-    """Returns the locked descriptor, or None if it is locked elsewhere. The file is readable by its owner only:
-    otherwise any user could lock it and keep the server from starting."""
-    fd = open_regular(directory / LOCK, os.O_RDWR | os.O_CREAT)
-    os.fchmod(fd, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        return None
     return fd
 
 
@@ -276,7 +267,7 @@ class RealFile:
                 if error.errno not in _NO_SUPPORT and self._is_there():
                     raise
                 self._can_be_direct = False
-            if self._direct_fd is not None and not _same(os.fstat(self._direct_fd), os.fstat(self._fd)):
+            if self._direct_fd is not None and not os.path.sameopenfile(self._direct_fd, self._fd):
                 self._forget_direct()  # another file has this name by now
         return self._fd if self._direct_fd is None else self._direct_fd
 
@@ -307,17 +298,13 @@ class RealFile:
     def _is_there(self) -> bool:
         """Returns whether the path still names this file."""
         try:
-            return _same(os.stat(self._path, follow_symlinks=False), os.fstat(self._fd))
+            return os.path.samestat(os.lstat(self._path), os.fstat(self._fd))
         except FileNotFoundError:
             return False
 
     def close(self) -> None:
         self._forget_direct()
         os.close(self._fd)
-
-
-def _same(one: os.stat_result, other: os.stat_result) -> bool:
-    return (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino)
 
 
 class _Gatherer:
