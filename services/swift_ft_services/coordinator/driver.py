@@ -559,28 +559,22 @@ class Meeting:
             self._places.append(_Place(machine=launcher.request.machine, run=run))
 
 
-class Meetings:
+class Meetings(dict[str, Meeting]):
     """The meetings of all jobs, by name. One ends when its last launcher has left."""
 
     def __init__(self, now: float) -> None:
+        super().__init__()
         self._began_at = now
-        self._meetings: dict[str, Meeting] = {}
-
-    def __len__(self) -> int:
-        return len(self._meetings)
-
-    def __contains__(self, job: str) -> bool:
-        return job in self._meetings
 
     def expire(self, now: float, timing: Timing, bereft: Callable[[str], Collection[str]]) -> None:
-        for job, meeting in list(self._meetings.items()):
+        for job, meeting in list(self.items()):
             meeting.expire(now, timing, bereft(job))
             if meeting.is_empty:
-                del self._meetings[job]
+                del self[job]
 
     def say(self, request: pb.MeetRequest, now: float, *, over: bool | None) -> pb.MeetReply:
         """Answers a launcher. `over`: whether the job is over; None if it has not begun. Raises Refusal."""
-        meeting = self._meetings.get(request.job)
+        meeting = self.get(request.job)
         if meeting is None:
             # Active job: its machines report their places before others get them.
             meeting = Meeting(quiet_until=self._began_at + request.lease_s if over is False else 0.0)
@@ -588,7 +582,7 @@ class Meetings:
             meeting.leave(request.run)
             return pb.MeetReply()
         reply = meeting.say(request, now, job_is_over=bool(over))
-        self._meetings[request.job] = meeting
+        self[request.job] = meeting
         return reply
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Protocol
 
 from swift_ft.errors import ServiceError, UsageError
-from swift_ft.files import open_regular
+from swift_ft.files import open_regular, sync_directory
 from swift_ft.log.directory import LOCK
 from swift_ft.log.memory import page_aligned
 from swift_ft.log.segment import BLOCK_BYTES
@@ -168,11 +168,7 @@ class RealDisk:
         return open_regular(path, os.O_RDONLY)
 
     def sync_names(self, path: Path) -> None:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        sync_directory(path)
 
     def rename(self, path: Path, target: Path) -> None:
         os.rename(path, target)
