@@ -25,7 +25,7 @@ OTHERS = {
         "train two small tasks under failures: what each strategy costs in time and accuracy",
     ),
     "failures": (
-        "lab.failures.command",
+        "lab.failures.schedule",
         "show which failures swift-ft run --failures would make happen",
     ),
     "verify-determinism": (

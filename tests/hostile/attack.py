@@ -27,6 +27,7 @@ from swift_ft.cli_parser import Parser
 from swift_ft.credentials import ENV_TOKEN_FILE
 from swift_ft.errors import ServiceError, SwiftError, UsageError
 from swift_ft.lab.bench import output
+from swift_ft.lab.commands import add_json, check_file, write_json
 from swift_ft.log import admin
 from swift_ft.log.protocol import Fsync
 from swift_ft.log.reader import LogReader
@@ -341,7 +342,7 @@ def make_parser() -> Parser:
         "--attack", action="append", default=[], metavar="KIND", help="only this one; may be given again"
     )
     parser.add_argument("--directory", type=Path, metavar="DIR", help="for the log (default: temporary)")
-    output.add_json(parser)
+    add_json(parser)
     return parser
 
 
@@ -354,7 +355,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         pause_s=arguments.pause,
         attacks=tuple(arguments.attack),
     )
-    output.check_json(arguments.json)
+    check_file("--json", arguments.json)
     on = output.machine()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # its processes end with it
     try:
@@ -369,7 +370,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ServiceError(f"FAIL: the serving job got no answer: {error}") from error
     result = {"machine": on, **judge(config, seen)}
     print(json.dumps(result, indent=1))
-    output.write_json(arguments.json, result)
+    write_json(arguments.json, result)
     return EXIT_CODES[result["verdict"]]
 
 

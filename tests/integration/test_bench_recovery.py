@@ -66,7 +66,7 @@ def command_of(process: psutil.Process) -> str:
         (("bench", "recovery", "--system", "swift", *LONG), "swift_ft.lab.bench.peers.swift_trainer"),
         pytest.param(
             ("study", "--quick", *LONG, "--rates", "0.5", "--out", "study"),
-            "swift_ft.lab.study.trainers.plain",
+            "swift_ft.lab.study.trainers plain",
             marks=pytest.mark.matrix,
         ),
     ],

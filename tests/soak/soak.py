@@ -26,6 +26,7 @@ from typing import Any
 from swift_ft.cli_parser import Parser
 from swift_ft.errors import ServiceError, SwiftError, UsageError
 from swift_ft.lab.bench import output
+from swift_ft.lab.commands import add_json, check_file, write_json
 from swift_ft.log import admin
 from tests.soak import memory as soak_memory
 from tests.soak.memory import Rule, Sample
@@ -493,7 +494,7 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--directory", type=Path, metavar="DIR", help="on the disk to soak (default: temporary)"
     )
-    output.add_json(parser)
+    add_json(parser)
     return parser
 
 
@@ -506,7 +507,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         streams=arguments.writers,
         disk_bytes=arguments.disk_mib << 20,
     )
-    output.check_json(arguments.json)
+    check_file("--json", arguments.json)
     on, began = output.machine(), time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # its processes end with it
     try:
@@ -517,7 +518,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_CODES["INCONCLUSIVE"]
     result = {"machine": on, **judged}
     print(json.dumps(result, indent=1))
-    output.write_json(arguments.json, result)
+    write_json(arguments.json, result)
     return EXIT_CODES[result["verdict"]]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from swift_ft.errors import UsageError
 from swift_ft.files import GIVEN_BYTES_MAX
-from swift_ft.lab.failures import command as failures
+from swift_ft.lab.failures import schedule as failures
 from swift_ft.lab.plan import command as plan
 from swift_ft.text import DEPTH_MAX, parse_json
 

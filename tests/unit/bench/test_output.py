@@ -7,25 +7,26 @@ import pytest
 
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.lab.bench import output
+from swift_ft.lab.commands import check_file, write_json
 
 
 def test_a_path_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
-    output.check_json(None)
-    output.check_json(tmp_path / "new.json")
+    check_file("--json", None)
+    check_file("--json", tmp_path / "new.json")
     for bad in (tmp_path, tmp_path / "nowhere" / "new.json"):
-        with pytest.raises(UsageError, match="give a file in a directory that exists"):
-            output.check_json(bad)
+        with pytest.raises(UsageError, match=r"^--json .*: give a file in a directory that exists"):
+            check_file("--json", bad)
 
 
 def test_a_result_is_written_whole(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     path.write_text("old")
-    output.write_json(path, {"a": 1})
+    write_json(path, {"a": 1})
     assert json.loads(path.read_text()) == {"a": 1}
     assert [entry.name for entry in tmp_path.iterdir()] == ["result.json"]
-    output.write_json(None, {"a": 1})
+    write_json(None, {"a": 1})
     with pytest.raises(ServiceError, match="cannot write"):
-        output.write_json(tmp_path / "gone" / "result.json", {})
+        write_json(tmp_path / "gone" / "result.json", {})
 
 
 def test_a_machine_in_words() -> None:

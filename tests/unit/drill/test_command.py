@@ -8,9 +8,9 @@ import pytest
 
 from swift_ft import fault_grammar
 from swift_ft.errors import UsageError
+from swift_ft.lab.commands import until_stopped
 from swift_ft.lab.drill import command
 from swift_ft.lab.drill.command import parse
-from swift_ft.lab.drill.facts import until_stopped
 from swift_ft.lab.drill.options import DEFAULT_KILL
 
 SHRINK = "--stages 1 --replicas 4 --steps 12 --checkpoint-every 5 --microbatches 4 --strategy shrink"

@@ -86,7 +86,10 @@ def test_whole_pipelines_are_left_out_where_that_is_shorter() -> None:
         ([*SIZE, "--cap-factor", "0"], "--cap-factor 0: give 0.01 to 1000"),
         ([*SIZE, "--svg", "plan.svg"], "unrecognized arguments: --svg"),
         ([*SIZE, "profile.json"], "unrecognized arguments: profile.json"),
-        ([*SIZE, "--json", "/no/such/place.json"], "there is no directory /no/such"),
+        (
+            [*SIZE, "--json", "/no/such/place.json"],
+            "--json /no/such/place.json: give a file",
+        ),
         (["profile.json", "--stages", "3"], "unrecognized arguments: --stages"),
     ],
 )

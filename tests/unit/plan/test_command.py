@@ -106,8 +106,11 @@ def test_one_group_of_all_keeps_to_any_storage_cap(tmp_path: Path) -> None:
         (["{}/profile.json", "--recovery-cap", "nan"], "--recovery-cap: nan: write a time"),
         (["{}/profile.json", "--recovery-cap", "0"], "cap.recovery_s: must be from"),
         (["{}/profile.json", "--recovery-cap", "1", "--storage-cap", "1"], "not allowed with"),
-        (["{}/profile.json", "--json", "{}/no/plan.json"], "--json: there is no directory"),
-        (["{}/profile.json", "--json", "{}"], "cannot write"),
+        (
+            ["{}/profile.json", "--json", "{}/no/plan.json"],
+            "plan.json: give a file in a directory that exists",
+        ),
+        (["{}/profile.json", "--json", "{}"], "give a file in a directory that exists"),
     ],
 )
 def test_what_is_wrong_is_one_line(

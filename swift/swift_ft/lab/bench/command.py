@@ -1,13 +1,12 @@
 """`swift-ft bench NAME`: runs the benchmark of that name, and writes what it has found."""
 
 import importlib
-import signal
 import sys
 from collections.abc import Sequence
 
 from swift_ft.cli_parser import Parser
-from swift_ft.errors import SwiftError, UsageError
-from swift_ft.lab.bench import output
+from swift_ft.errors import UsageError
+from swift_ft.lab.commands import add_json, check_file, until_stopped, write_json
 
 BENCHMARKS = {
     "log": "the log's appends and reads: bytes per second over the disk's, CPU seconds per GB",
@@ -54,11 +53,11 @@ def run(name: str, argv: Sequence[str]) -> int:
     module = importlib.import_module(f"swift_ft.lab.bench.{name}")
     parser = Parser(prog=f"swift-ft bench {name}", description=f"Measures {BENCHMARKS[name]}.")
     module.add_arguments(parser)
-    output.add_json(parser)
+    add_json(parser)
     arguments = parser.parse_args(argv)
-    output.check_json(arguments.json)
+    check_file("--json", arguments.json)
     document = {"bench": name, **module.run(arguments)}
-    output.write_json(arguments.json, document)
+    write_json(arguments.json, document)
     return EXIT_CODES.get(document.get("verdict", ""), 0)
 
 
@@ -67,12 +66,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments and arguments[0] in ("-h", "--help", "help"):
         print(usage())
         return 0
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises, so that child processes are ended
-    try:
-        if not arguments or arguments[0] not in BENCHMARKS:
-            what = f"there is no benchmark {arguments[0]!r}" if arguments else "name a benchmark"
-            raise UsageError(f"{what}; there are: {', '.join(BENCHMARKS)}")
-        return run(arguments[0], arguments[1:])
-    except SwiftError as error:
-        print(f"swift: {error}", file=sys.stderr)
-        return error.exit_code
+    return until_stopped("benchmark", lambda: _run_named(arguments))
+
+
+def _run_named(arguments: Sequence[str]) -> int:
+    if not arguments or arguments[0] not in BENCHMARKS:
+        what = f"there is no benchmark {arguments[0]!r}" if arguments else "name a benchmark"
+        raise UsageError(f"{what}; there are: {', '.join(BENCHMARKS)}")
+    return run(arguments[0], arguments[1:])

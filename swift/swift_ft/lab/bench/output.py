@@ -1,4 +1,4 @@
-"""Shared by all benchmarks: processes, goals, confidence intervals, the machine's description, JSON output."""
+"""Shared by all benchmarks: processes, goals, confidence intervals, the machine's description."""
 
 import json
 import os
@@ -14,9 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from swift_ft.cli_parser import Parser
 from swift_ft.errors import ServiceError, UsageError
-from swift_ft.files import write_whole
 
 START_S, STOP_S = 30.0, 10.0
 
@@ -216,26 +214,3 @@ def some(words: str, known: Iterable[str], option: str) -> list[str]:
         if name not in known:
             raise UsageError(f"{option} {words}: there is no {name!r}; there are {', '.join(known)}")
     return chosen
-
-
-def add_json(parser: Parser) -> None:
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the result there")
-
-
-def check_json(path: Path | None, option: str = "--json") -> None:
-    """Checks the path before anything is measured. Raises UsageError if the result could not be written."""
-    if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        raise UsageError(f"{option} {path}: give a file in a directory that exists")
-
-
-def write_json(path: Path | None, result: Mapping[str, Any]) -> None:
-    if path is not None:
-        write_text(path, json.dumps(result, indent=2) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes the file atomically. Raises ServiceError if that fails."""
-    try:
-        write_whole(path, text, mode=None)
-    except OSError as error:
-        raise ServiceError(f"cannot write {path}: {error.strerror}") from error

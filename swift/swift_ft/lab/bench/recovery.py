@@ -25,6 +25,7 @@ from swift_ft.lab.bench import output
 from swift_ft.lab.bench.peers import report, systems
 from swift_ft.lab.bench.peers.systems import SYSTEMS
 from swift_ft.lab.bench.peers.trial import REPLICAS, Trial
+from swift_ft.lab.commands import write_json
 from swift_ft.text import show, tell
 
 WAIT_S = 0.01
@@ -99,7 +100,7 @@ def run(arguments: Any) -> dict[str, Any]:
                     "",
                 )
             cases = [report.summary(name, rounds[name], quiet[name]) for name in quiet]
-            output.write_json(arguments.json, {"bench": "recovery", **document, "cases": cases})
+            write_json(arguments.json, {"bench": "recovery", **document, "cases": cases})
     cases = [report.summary(name, rounds[name], quiet[name]) for name in quiet]
     cases += [{"system": name, "missing": why} for name, why in missing.items()]
     goals = report.goals(cases)

@@ -1,7 +1,6 @@
 """`swift-ft verify-determinism`: flags -> Config -> runs -> verdict."""
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -11,7 +10,7 @@ from typing import Any
 from swift_ft import fault_grammar
 from swift_ft.cli_parser import Parser
 from swift_ft.errors import ServiceError, UsageError
-from swift_ft.files import write_whole
+from swift_ft.lab.commands import check_directory, check_file, until_stopped, work_directory, write_json
 from swift_ft.lab.determinism.runs import RUN, Config, ScriptRuns, SessionRuns
 from swift_ft.lab.determinism.verify import (
     DIFFERS,
@@ -22,7 +21,6 @@ from swift_ft.lab.determinism.verify import (
     Verdict,
     verify,
 )
-from swift_ft.lab.drill.facts import check_directory, check_file, until_stopped, work_directory
 from swift_ft.planner.settings import LOST_SHARDS, STRATEGIES
 from swift_ft.planner.strategies import may_finish
 from swift_ft.text import show
@@ -171,8 +169,7 @@ def run(config: Config) -> int:
         except ServiceError:
             keep()
             raise
-        if config.json_path is not None:
-            write_whole(config.json_path, json.dumps(as_json(verdict), indent=2) + "\n", mode=None)
+        write_json(config.json_path, as_json(verdict))
         show(verdict_lines(verdict))
         if verdict.exit_code:
             keep()

@@ -1,19 +1,24 @@
 """`swift-ft drill`: flags -> DrillConfig -> two runs -> report."""
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from swift_ft import fault_grammar
 from swift_ft.cli_parser import Parser
-from swift_ft.errors import ServiceError, UsageError
-from swift_ft.files import write_whole
+from swift_ft.errors import UsageError
+from swift_ft.lab.commands import (
+    check_directory,
+    check_file,
+    until_stopped,
+    work_directory,
+    write,
+    write_json,
+)
 from swift_ft.lab.drill import options, report, run
 from swift_ft.lab.drill.config import OPTIONS, DrillConfig
 from swift_ft.lab.drill.console import page, show
-from swift_ft.lab.drill.facts import Facts, check_directory, check_file, until_stopped, work_directory
+from swift_ft.lab.drill.facts import Facts
 from swift_ft.lab.drill.topology import Topology
 from swift_ft.planner import quickest
 from swift_ft.planner.groups import RecoveryGroups
@@ -110,24 +115,15 @@ def drill(config: DrillConfig) -> int:
         faulted = run.FaultedRun(config, place / "run")
         evidence = faulted.run(twin)
         result = report.build(Facts.of(config, evidence))
-        write(config, result)
+        write_json(config.json_path, result)
+        if config.html_path is not None:
+            write(config.html_path, page(result))
         show(result)
         if result["verdict"] != report.PASS:
             keep()
             for output in filter(None, [faulted.output, *outputs]):
                 print(output, file=sys.stderr)
         return report.EXIT_CODES[result["verdict"]]
-
-
-def write(config: DrillConfig, result: dict[str, Any]) -> None:
-    """Writes the requested files; each appears whole or not at all. Raises ServiceError if one cannot be written."""
-    try:
-        if config.json_path is not None:
-            write_whole(config.json_path, json.dumps(result, indent=2) + "\n", mode=None)
-        if config.html_path is not None:
-            write_whole(config.html_path, page(result), mode=None)
-    except OSError as error:
-        raise ServiceError(f"{error.filename}: {error.strerror}") from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

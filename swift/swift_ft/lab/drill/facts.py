@@ -1,26 +1,13 @@
-"""The evidence of a drill, the facts derived from it, and the helpers of a command: work directory, signals, paths."""
+"""The input of a report, built once: the configuration, the evidence of both runs, and the facts derived from them."""
 
-import contextlib
-import os
-import shutil
-import signal
-import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import FrameType
 from typing import Any, Self
 
-from swift_ft.errors import ServiceError, SwiftError, UsageError
-from swift_ft.files import make_directory
 from swift_ft.lab.drill import loss, timeline
 from swift_ft.lab.drill.config import DrillConfig
 from swift_ft.lab.drill.timeline import Event, Recovery
 from swift_ft.lab.drill.verdict_checks import TRAINED_FIELDS, Comparison, Digest, compare
-from swift_ft.text import tell
-
-# The input of a report, built once: the configuration, the evidence of both runs, and the facts derived from them.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,86 +94,3 @@ def _as_calculated(theirs: Digest, evidence: Evidence, version: int) -> Digest:
     """Returns a failure-free rank's digest with the trained fields replaced by those of the calculation."""
     others = {name: value for name, value in theirs.items() if name not in TRAINED_FIELDS}
     return {**others, **evidence.calculated.get(version, {})}
-
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-class Stopped(BaseException):
-    """Raised by the first signal that asks the command to end. Later ones are ignored while it ends its processes."""
-
-
-def _stop(number: int, _frame: FrameType | None) -> None:
-    for each in _SIGNALS:
-        signal.signal(each, signal.SIG_IGN)
-    raise Stopped(number)
-
-
-def until_stopped(name: str, run: Callable[[], int]) -> int:
-    """Returns the exit code of a command, which `run` returns. A signal raises Stopped in it. Errors that it raises are
-    printed and turned into exit codes."""
-    for number in _SIGNALS:
-        signal.signal(number, _stop)
-    try:
-        return run()
-    except SwiftError as error:
-        first, *rest = str(error).splitlines()
-        tell(first)
-        print("\n".join(rest), end="\n" if rest else "", file=sys.stderr)
-        return error.exit_code
-    except BrokenPipeError:
-        raise  # for `end_quietly`
-    except OSError as error:
-        tell(f"{error.filename or f'the {name}'}: {error.strerror or error}")
-        return ServiceError.exit_code
-    except Stopped as stopped:
-        (number,) = stopped.args
-        tell(f"{signal.Signals(number).name}: the {name} was ended, nothing of it is left running")
-        return 128 + int(number)
-
-
-@contextlib.contextmanager
-def work_directory(given: Path | None, *, keep: bool, name: str) -> Iterator[tuple[Path, Callable[[], None]]]:
-    """Yields (directory of the runs, a call that keeps it). Without `given` the directory is temporary and removed at
-    the end unless kept. `name`: the command that it belongs to."""
-    if given is not None:
-        yield given.resolve(), lambda: None
-        return
-    place = Path(tempfile.mkdtemp(prefix=f"swift-{name}-"))
-    kept = keep
-    try:
-
-        def keep_it() -> None:
-            nonlocal kept
-            kept = True
-
-        yield place, keep_it
-    finally:
-        if kept:
-            print(f"everything of this {name} is in {place}", file=sys.stderr)
-        else:
-            shutil.rmtree(place, ignore_errors=True)
-
-
-def check_file(flag: str, path: Path | None) -> None:
-    """Raises UsageError if the file cannot be written."""
-    if path is None:
-        return
-    if path.is_dir() or not path.parent.is_dir():
-        raise UsageError(f"{flag} {path}: give a file in a directory that exists")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise UsageError(f"{flag} {path}: no permission to write there")
-
-
-def check_directory(flag: str, directory: Path | None, *, empty: bool) -> None:
-    """Creates the directory. Raises UsageError if it cannot be used."""
-    if directory is None:
-        return
-    try:
-        make_directory(directory)
-        if empty and any(directory.iterdir()):
-            raise UsageError(f"{flag} {directory}: not empty; give a new one")
-    except OSError as error:
-        raise UsageError(f"{flag} {directory}: {error.strerror}") from None
-    if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
-        raise UsageError(f"{flag} {directory}: no permission to read and write there")

@@ -1,4 +1,4 @@
-"""Schedules of failures: SPEC and FILE, distributions, traces (``trace=FILE,per=0.5``).
+"""Schedules of failures: SPEC and FILE, distributions, traces (``trace=FILE,per=0.5``); `swift-ft failures`.
 
 A trace is CSV (RFC 4180) in UTF-8. Its first line names the columns, in any order; unknown columns are ignored:
 
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from swift_ft import fault_grammar
+from swift_ft.cli_parser import Parser, command
 from swift_ft.errors import UsageError
 from swift_ft.fault_grammar import (
     FOR_GOOD,
@@ -38,7 +39,7 @@ from swift_ft.fault_grammar import (
     lasting,
 )
 from swift_ft.files import read_given
-from swift_ft.text import WORLD_SIZE_MAX, parse_json, whole_number
+from swift_ft.text import WORLD_SIZE_MAX, parse_json, show, whole_number
 
 # Failures drawn by a seed: ``every=exponential,mtbf=40,until=200,seed=7``.
 #
@@ -491,3 +492,27 @@ def _in_order(faults: Sequence[Fault]) -> list[Fault]:
         return (1, float(at_s)) if at_s is not None else (2, 0.0)
 
     return sorted(faults, key=place)
+
+
+# `swift-ft failures`
+
+
+def make_parser() -> Parser:
+    parser = Parser(
+        prog="swift-ft failures",
+        description="Prints the failures of a swift-ft run --failures, one a line: a FILE that makes them again.",
+    )
+    parser.add_argument("failures", metavar="FILE|SPEC", help="as swift-ft run --failures takes it")
+    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="how many ranks the job has")
+    hosts = "how many of them are on a host (default %(default)s)"
+    parser.add_argument("--per-host", type=int, default=1, metavar="N", help=hosts)
+    return parser
+
+
+@command
+def main(argv: Sequence[str]) -> int:
+    given = make_parser().parse_args(argv)
+    if given.per_host < 1:
+        raise UsageError("failures: --per-host must be at least 1")
+    show(schedule_of(given.failures, given.ranks, given.per_host, "failures:").faults)
+    return 0

@@ -1,15 +1,13 @@
 """`swift-ft plan --goodput`: the expected share of time that is training, for every strategy."""
 
 import argparse
-import json
 from collections.abc import Sequence
 from typing import Any
 
 from swift_ft.cli_parser import Parser
 from swift_ft.errors import UsageError
+from swift_ft.lab.commands import add_json, check_file, duration, write_json
 from swift_ft.lab.goodput import figures, report, ways
-from swift_ft.lab.goodput.cluster import Cluster
-from swift_ft.lab.plan.arguments import add_output, duration, write
 from swift_ft.text import show, time_words
 
 PRESET_DEFAULT, REPLICA_RANKS_DEFAULT, STAGES_DEFAULT, MICROBATCHES_DEFAULT = "llama3", 128, 16, 16
@@ -41,7 +39,7 @@ def make_parser() -> Parser:
         parser.add_argument(flag, type=kind, metavar=unit, help=words)
     words = "a figure of the model; may be repeated"
     parser.add_argument("--set", type=_figure, metavar="NAME=VALUE", action="append", default=[], help=words)
-    add_output(parser)
+    add_json(parser)
     return parser
 
 
@@ -74,7 +72,7 @@ def request_of(options: argparse.Namespace) -> ways.Request:
     )
 
 
-def _cluster(options: argparse.Namespace, preset: figures.Preset) -> Cluster:
+def _cluster(options: argparse.Namespace, preset: figures.Preset) -> ways.Cluster:
     ranks = preset.ranks if options.ranks is None else options.ranks
     per_node = min(preset.ranks_per_node, ranks) if options.ranks_per_node is None else options.ranks_per_node
     replicas = options.replicas
@@ -84,7 +82,7 @@ def _cluster(options: argparse.Namespace, preset: figures.Preset) -> Cluster:
     stages = options.stages
     if stages is None:
         stages = max(1, min(STAGES_DEFAULT, ranks // max(1, replicas)))
-    return Cluster(
+    return ways.Cluster(
         ranks=ranks,
         ranks_per_node=per_node,
         replicas=replicas,
@@ -107,7 +105,8 @@ def _figure(text: str) -> tuple[str, float]:
 def main(argv: Sequence[str]) -> int:
     """Raises UsageError before anything is written."""
     options = make_parser().parse_args(argv)
+    check_file("--json", options.json)
     document: dict[str, Any] = report.build(request_of(options))
-    write(options.json, lambda: json.dumps(document, indent=2) + "\n")
+    write_json(options.json, document)
     show(report.text(document))
     return 0

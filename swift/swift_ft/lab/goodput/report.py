@@ -6,8 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from swift_ft.lab.goodput import ways
-from swift_ft.lab.goodput.cluster import Cluster
-from swift_ft.lab.goodput.ways import Request, Way
+from swift_ft.lab.goodput.ways import Cluster, Request, Way
 from swift_ft.lab.plan.interval import expected_s
 from swift_ft.text import table, time_words
 

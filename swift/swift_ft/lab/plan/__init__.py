@@ -5,5 +5,5 @@ model        storage, overhead and recovery time of contiguous recovery groups (
 interval     how often to save a checkpoint: Young and Daly with the log's own terms
 report       the exact frontier of bytes and recovery time, SWIFT's greedy merge, and the verdict
 rerouted     `--adaptive`: the cost of lost ranks in a job with replicas (docs/adaptive.md)
-command      the command line; arguments: what all three modes read and write
+command      the command line
 """

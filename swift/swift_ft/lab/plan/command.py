@@ -13,8 +13,8 @@ from pathlib import Path
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.cli_parser import Parser, argument, command, import_with_extra
 from swift_ft.errors import UsageError
+from swift_ft.lab.commands import add_json, check_file, duration, size, write, write_json
 from swift_ft.lab.plan import running_job
-from swift_ft.lab.plan.arguments import add_output, duration, output, size, write
 from swift_ft.lab.plan.profile import Cap, Profile, read
 from swift_ft.text import flag_of, job_called, show, tell
 
@@ -53,7 +53,7 @@ def make_parser() -> Parser:
         ("--network-rate", size, "BYTES", "per second, between two ranks; default: nobody helps a replay"),
         ("--machine-mtbf", duration, "TIME", "between two failures of a machine, on average; default: 30d"),
         ("--fixed", duration, "TIME", "fixed part of every recovery (detect, plan, rebuild); default: 0"),
-        ("--save-profile", output, "PATH", "write what was measured as JSON"),
+        ("--save-profile", Path, "PATH", "write what was measured as JSON"),
     ):
         job.add_argument(flag, type=kind, metavar=unit, help=words)
     caps = parser.add_mutually_exclusive_group()
@@ -63,13 +63,15 @@ def make_parser() -> Parser:
         ("--worst-recovery-cap", duration, "TIME", "limit of the recovery time, whichever machine fails"),
     ):
         caps.add_argument(flag, type=kind, metavar=unit, help=words)
-    add_output(parser)
+    add_json(parser)
     return parser
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parses and checks the command line. Raises UsageError for an invalid value or contradicting flags."""
     options = make_parser().parse_args(argv)
+    check_file("--json", options.json)
+    check_file("--save-profile", options.save_profile)
     if options.coordinator is None:
         for name in OF_A_JOB:
             if getattr(options, name) not in (None, False):
@@ -99,7 +101,7 @@ def measured(options: argparse.Namespace, reply: pb.MeasurementsReply) -> Profil
     measured yet."""
     profile, assumed = running_job.profile_of(options.job, reply, options)
     profile = replace(profile, source="; ".join([SOURCE, *(f"assumed: {what}" for what in assumed)]))
-    write(options.save_profile, lambda: json.dumps(profile.document(), indent=2) + "\n")
+    write_json(options.save_profile, profile.document())
     show([*profile.source.split("; "), ""])
     return profile
 
@@ -115,7 +117,7 @@ def run(options: argparse.Namespace, ask: Callable[[str, str], pb.MeasurementsRe
     else:
         profile = measured(options, ask(options.coordinator, options.job))
     document = report.build(profile, options.cap or profile.cap)
-    write(options.json, lambda: json.dumps(document) + "\n")
+    write(options.json, json.dumps(document) + "\n")
     show(report.text(document))
     if not document["met"]:
         tell(document["problem"])

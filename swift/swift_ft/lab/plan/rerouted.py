@@ -6,14 +6,13 @@ losses, with whole backwards and 1F1B's memory, over that of the plan; both comp
 """
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from swift_ft.cli_parser import Parser
 from swift_ft.errors import UsageError
-from swift_ft.lab.plan.arguments import add_output, write
+from swift_ft.lab.commands import add_json, check_file, write_json
 from swift_ft.planner.assignment import Assignment
 from swift_ft.planner.schedule import ACTIONS_MAX, Costs, Step, Work, owners_of, period, plan_step
 from swift_ft.text import show, table
@@ -266,7 +265,7 @@ def make_parser() -> Parser:
     parser.add_argument("--cap-factor", type=float, default=1.0, metavar="X", help=factor)
     losses = "up to so many ranks are lost; default: %(default)s"
     parser.add_argument("--failures", type=int, default=2, metavar="K", help=losses)
-    add_output(parser)
+    add_json(parser)
     return parser
 
 
@@ -284,6 +283,7 @@ def _costs(text: str) -> Costs:
 def main(argv: Sequence[str]) -> int:
     """Raises UsageError for an invalid value or a missing flag."""
     options = make_parser().parse_args(argv)
+    check_file("--json", options.json)
     document = build_rerouted(
         Request(
             stages=options.stages,
@@ -294,6 +294,6 @@ def main(argv: Sequence[str]) -> int:
             losses=options.failures,
         )
     )
-    write(options.json, lambda: json.dumps(document, indent=2) + "\n")
+    write_json(options.json, document)
     show(rerouted_text(document))
     return 0

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -11,13 +10,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from swift_ft.cli_parser import Parser
-from swift_ft.errors import SwiftError, UsageError
+from swift_ft.errors import UsageError
 from swift_ft.files import make_directory
 from swift_ft.lab.bench import output
+from swift_ft.lab.commands import check_file, until_stopped, write, write_json
 from swift_ft.lab.drill.config import versions
 from swift_ft.lab.study import figures, page, running
 from swift_ft.lab.study.settings import DEFAULT, QUICK, STRATEGIES, TASKS, Cell, Settings
-from swift_ft.text import one_line, show, tell
+from swift_ft.text import show, tell
 
 FORMAT = 3
 Result = dict[str, Any]
@@ -48,7 +48,7 @@ class Store:
         mine = json.loads(json.dumps({"format": FORMAT, **asdict(settings), "environment": environment}))
         path = directory / "settings.json"
         if not path.exists():
-            output.write_json(path, mine)
+            write_json(path, mine)
             return
         stored = _read(path) or {}
         for name, value in mine.items():
@@ -66,7 +66,7 @@ class Store:
 
     def write(self, cell: Cell, result: Result) -> None:
         """Stores the result of a cell. Raises ServiceError if it cannot be written."""
-        output.write_json(self.path(cell), result)
+        write_json(self.path(cell), result)
 
     def place(self) -> "TemporaryDirectory[str]":
         return TemporaryDirectory(prefix="run-", dir=self._directory.absolute(), ignore_cleanup_errors=True)
@@ -110,8 +110,8 @@ def arguments_of(argv: Sequence[str]) -> tuple[Settings, Any]:
     if "--quick" in argv:
         parser.set_defaults(**QUICK)
     given = parser.parse_args(argv)
-    output.check_json(given.json)
-    output.check_json(given.html, "--html")
+    check_file("--json", given.json)
+    check_file("--html", given.html)
     try:
         rates = [float(f"{float(rate):g}") for rate in given.rates.split(",")]
     except ValueError:
@@ -165,19 +165,18 @@ def _checks(settings: Settings, results: Mapping[Cell, Result], store: Store) ->
     return checks
 
 
+def run(argv: Sequence[str]) -> int:
+    """Returns exit code 0 if all cells finished, and exact ones have their bits; else 1."""
+    if importlib.util.find_spec("torch") is None:
+        raise UsageError("study: it needs torch; pip install 'swift-ft[lab]'")
+    settings, given = arguments_of(argv)
+    found = study(settings, Store(given.out, settings))
+    html = given.html or given.out / "study.html"
+    write_json(given.json or given.out / "study.json", found)
+    write(html, page.build(found))
+    show([*figures.lines(found), "", f"study: {html}"])
+    return 1 if found["failed"] or found["differ"] else 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns exit code 0 if all cells finished, and exact ones have their bits; else 1. 2 and 3 as everywhere."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises, so that child processes are ended
-    try:
-        if importlib.util.find_spec("torch") is None:
-            raise UsageError("study: it needs torch; pip install 'swift-ft[lab]'")
-        settings, given = arguments_of(argv if argv is not None else [])
-        found = study(settings, Store(given.out, settings))
-        html = given.html or given.out / "study.html"
-        output.write_json(given.json or given.out / "study.json", found)
-        output.write_text(html, page.build(found))
-        show([*figures.lines(found), "", f"study: {html}"])
-        return 1 if found["failed"] or found["differ"] else 0
-    except SwiftError as error:
-        tell(one_line(error))
-        return error.exit_code
+    return until_stopped("study", lambda: run(argv or []))

@@ -19,6 +19,7 @@ from swift_ft.lab.drill.cluster import Cluster, Process, own_environment
 from swift_ft.lab.failures.schedule import schedule_of
 from swift_ft.lab.study.settings import PLAIN, RANKS, STRATEGIES, Cell, Settings, failures_spec
 
+TRAINERS = "swift_ft.lab.study.trainers"
 LIMIT_S, LIMIT_STEP_S, LIMIT_FAILURE_S = 120.0, 0.5, 20.0
 """Time limits: for a run, for each of its steps, and for each failure in it."""
 GRACE_S = 5.0
@@ -40,18 +41,9 @@ def run(cell: Cell, settings: Settings, directory: Path) -> dict[str, Any]:
     failures = planned(cell, settings)
     try:
         if cell.strategy == PLAIN:
-            # Without --log-dir torchrun leaves an empty directory after each run.
-            words = [
-                "torch.distributed.run",
-                "--standalone",
-                "--nproc-per-node",
-                str(RANKS),
-                "--log-dir",
-                os.devnull,
-            ]
-            _run_process(
-                "torchrun", [*words, "-m", "swift_ft.lab.study.trainers.plain", given], settings, directory
-            )
+            words = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+            words += ["--log-dir", os.devnull]  # else it leaves an empty directory after each run
+            _run_process("torchrun", [*words, "-m", TRAINERS, "plain", given], settings, directory)
         else:
             _run_swift(cell, settings, given, directory, failures)
         marks = measured(marks_of.read(directory))
@@ -102,7 +94,7 @@ def _run_swift(cell: Cell, settings: Settings, given: str, directory: Path, fail
         directory / "cluster",
         ranks=RANKS,
         spares=0 if strategy.repaired else 1,
-        trainer=("-m", "swift_ft.lab.study.trainers.with_swift"),
+        trainer=("-m", TRAINERS, "with_swift"),
         trainer_arguments=[given],
         launcher_flags=flags,
     ) as cluster:
@@ -174,7 +166,7 @@ def calculate(cell: Cell, settings: Settings, result: Mapping[str, Any], directo
     """Recomputes the cell in one process of plain torch (`trainers.alone`), and compares its bits with those of the
     run."""
     given = {"directory": str(directory), "task": cell.task, "seed": cell.seed, "steps": settings.steps}
-    words = ["swift_ft.lab.study.trainers.alone", json.dumps({**given, "fewer": result["fewer"]})]
+    words = [TRAINERS, "alone", json.dumps({**given, "fewer": result["fewer"]})]
     about = {"cell": cell.name, "failures": result["injected"], "same_bits": False}
     about |= {name: result[name] for name in ("batches_dropped", "measured")}
     try:

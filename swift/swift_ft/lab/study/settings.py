@@ -43,7 +43,7 @@ RANKS = 2
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """Description of a task for people (`trainers.tasks` has the model and the batches)."""
+    """Description of a task for people (`trainers` has the model and the batches)."""
 
     title: str
     measure: str

@@ -3,7 +3,7 @@
 from typing import Any
 
 from swift_ft.lab.goodput import figures, ways
-from swift_ft.lab.goodput.cluster import Cluster
+from swift_ft.lab.goodput.ways import Cluster
 
 HOUR, DAY = 3600.0, 86400.0
 

@@ -88,7 +88,10 @@ def test_a_preset_is_a_published_cluster(tmp_path: Path) -> None:
         (["--checkpoint-every", "0s"], "--snapshot-every: give a time above 0"),
         (["--machine-mtbf", "5d"], "a node is in repair for 132.8 h and fails every 120 h: give a longer"),
         (["--times", "1,1,1"], "unrecognized arguments: --times"),
-        (["--json", "/no/such/place.json"], "there is no directory /no/such"),
+        (
+            ["--json", "/no/such/place.json"],
+            "--json /no/such/place.json: give a file in a directory that exists",
+        ),
     ],
 )
 def test_what_is_wrong_is_one_line(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,7 +115,7 @@ def test_what_cannot_be_written_leaves_what_was_there(
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
-        assert main([*SMALL, "--json", str(out)]) == 2
+        assert main([*SMALL, "--json", str(out)]) == 3
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert f"cannot write {out}: File too large; give another place" in capsys.readouterr().err

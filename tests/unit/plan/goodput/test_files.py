@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from swift_ft.lab.plan.arguments import duration
+from swift_ft.lab.commands import duration
 
 
 @pytest.mark.parametrize(

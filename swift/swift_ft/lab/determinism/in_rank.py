@@ -1,6 +1,7 @@
-"""Runs a script that has no session, as `python SCRIPT` would, and records its steps.
+"""Records the steps of a rank. A session's ranks import it (`swift-ft run --preload`); a script that has no session is
+run by it, as `python SCRIPT` would run it:
 
-python -m swift_ft.lab.determinism.in_script SCRIPT [ARGS...]
+    python -m swift_ft.lab.determinism.in_rank SCRIPT [ARGS...]
 """
 
 import os
@@ -19,3 +20,5 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+else:
+    recorder.install(session=True)
