@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from swift_ft.lab.bench.command import main
-from swift_ft.lab.bench.formats.states import GROUPS
+from swift_ft.lab.bench.formats import GROUPS
 
 COMMAND = [sys.executable, "-P", "-m", "swift_ft.cli", "bench", "checkpoint", "--formats"]
 SAVED = ["dcp", "dcp async", "npz", "swift async", "torch"]

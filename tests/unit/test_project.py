@@ -128,7 +128,7 @@ def test_nothing_forbidden(path: Path) -> None:
 READS_DCP = Path("swift/swift_ft/state/export.py")
 """For a trainer that asks for it: an unpickler that finds DCP's data classes only, and torch's `weights_only`
 (`tests/unit/checkpoint/test_dcp.py`)."""
-COMPARES_FORMATS = Path("swift/swift_ft/lab/bench/formats/kinds.py")
+COMPARES_FORMATS = Path("swift/swift_ft/lab/bench/formats.py")
 """A benchmark of the formats, these among them: it reads what it has just written, and makes tensors, arrays and plain
 values of it."""
 
@@ -240,7 +240,7 @@ def test_connections_are_made_in_one_place(path: Path) -> None:
         "swift/swift_ft/credentials.py": {"insecure_channel", "secure_channel"},
         "services/swift_ft_services/program.py": {"add_insecure_port", "add_secure_port"},
         # Hundreds of members in a process, on loopback: asyncio's channels.
-        "swift/swift_ft/lab/bench/coordinator_members.py": {"insecure_channel"},
+        "swift/swift_ft/lab/bench/coordinator.py": {"insecure_channel"},
     }
     assert made <= allowed.get(str(path.relative_to(ROOT)), set())
 

@@ -12,20 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swift_ft.errors import UsageError
+from swift_ft.lab.bench import formats
 from swift_ft.lab.bench.command import run
-from swift_ft.lab.bench.formats import command, states
-from swift_ft.lab.bench.formats.command import LIMITS, limits
-from swift_ft.lab.bench.formats.kinds import FORMATS
+from swift_ft.lab.bench.formats import FORMATS, LIMITS, limits
 from swift_ft.lab.bench.output import Rounds
 
 # torch warns in the thread of an asynchronous save.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
-ALL_KEPT = {group: [] for group in states.GROUPS}
+ALL_KEPT = {group: [] for group in formats.GROUPS}
 EXACT = [name for name in FORMATS if name.split()[0] in ("swift", "dcp", "torch")]
 
 
-def trip(name: str, state: states.State, fsync: bool = False) -> states.State:
+def trip(name: str, state: formats.State, fsync: bool = False) -> formats.State:
     """Saved and loaded."""
     kind = FORMATS[name]
     with tempfile.TemporaryDirectory() as place:
@@ -38,8 +37,8 @@ def trip(name: str, state: states.State, fsync: bool = False) -> states.State:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_rng_and_the_numbers_of_the_optimizer_are_what_formats_lose(name: str) -> None:
-    state = states.make(1 << 16, seed=1)
-    found = states.losses(state, trip(name, state, fsync=True))
+    state = formats.make(1 << 16, seed=1)
+    found = formats.losses(state, trip(name, state, fsync=True))
     family = name.split()[0]
     rngs = {"numpy rng": ["gone"], "python rng": ["gone"]}
     arrays = {"bf16": ["dtype"], "moments": ["dtype"], "numbers": ["gone", "type"]}
@@ -85,11 +84,11 @@ TREES = st.dictionaries(
 )
 
 
-def lost_of(saved: states.State, loaded: states.State) -> set[str]:
-    there = dict(states.leaves(loaded))
+def lost_of(saved: formats.State, loaded: formats.State) -> set[str]:
+    there = dict(formats.leaves(loaded))
     of = [
-        states.lost(value, there[path]) if path in there else {states.GONE}
-        for path, value in states.leaves(saved)
+        formats.lost(value, there[path]) if path in there else {formats.GONE}
+        for path, value in formats.leaves(saved)
     ]
     return set().union(*of)
 
@@ -97,7 +96,7 @@ def lost_of(saved: states.State, loaded: states.State) -> set[str]:
 @pytest.mark.parametrize("name", EXACT)
 @settings(deadline=None, max_examples=10)
 @given(state=TREES)
-def test_a_format_that_keeps_all_keeps_any_state(name: str, state: states.State) -> None:
+def test_a_format_that_keeps_all_keeps_any_state(name: str, state: formats.State) -> None:
     assert lost_of(state, trip(name, state)) == set()
 
 
@@ -106,15 +105,15 @@ def test_a_format_that_keeps_all_keeps_any_state(name: str, state: states.State)
 @given(
     state=st.dictionaries(KEYS, st.dictionaries(KEYS, tensors(DTYPES), min_size=1), min_size=1, max_size=3)
 )
-def test_the_others_keep_the_bits_of_tensors(name: str, state: states.State) -> None:
-    loaded = dict(states.leaves(trip(name, state)))
-    for path, tensor in states.leaves(state):
+def test_the_others_keep_the_bits_of_tensors(name: str, state: formats.State) -> None:
+    loaded = dict(formats.leaves(trip(name, state)))
+    for path, tensor in formats.leaves(state):
         if tensor.dtype == torch.bfloat16 and not name.startswith("safetensors"):
             # As fp32: a NaN stays one, with other bits perhaps.
             assert torch.equal(loaded[path].nan_to_num(), tensor.float().nan_to_num())
-            assert states.lost(tensor, loaded[path]) >= {states.DTYPE}
+            assert formats.lost(tensor, loaded[path]) >= {formats.DTYPE}
         else:
-            assert states.lost(tensor, loaded[path]) <= {states.STRIDES}
+            assert formats.lost(tensor, loaded[path]) <= {formats.STRIDES}
 
 
 @pytest.mark.parametrize(
@@ -144,38 +143,38 @@ def test_the_others_keep_the_bits_of_tensors(name: str, state: states.State) -> 
     ],
 )
 def test_what_is_lost(saved: Any, loaded: Any, lost: set[str]) -> None:
-    assert states.lost(saved, loaded) == lost
+    assert formats.lost(saved, loaded) == lost
 
 
 def test_a_group_tells_of_any_of_its_leaves() -> None:
-    state = states.make(1 << 14, seed=2)
-    flat = dict(states.leaves(state))
+    state = formats.make(1 << 14, seed=2)
+    flat = dict(formats.leaves(state))
     del flat["rng", "python"]
     flat["optimizer", "state", "0", "step"] = torch.tensor(8.0)
     flat["optimizer", "param_groups", "0", "lr"] = np.float64(0.3)
-    found = states.losses(state, states.nested(flat))
+    found = formats.losses(state, formats.nested(flat))
     assert found == ALL_KEPT | {"python rng": ["gone"], "moments": ["bits"], "numbers": ["type"]}
 
 
 @pytest.mark.parametrize("size", [1 << 14, 1 << 20, 9 << 20])
 def test_a_state_is_as_large_as_it_was_asked_for(size: int) -> None:
-    state = states.make(size, seed=0)
+    state = formats.make(size, seed=0)
     model = state["model"]
-    assert states.nbytes({"a": model["bf16"], "b": model["fp32"]}) == pytest.approx(size, rel=0.01)
-    assert states.nbytes(state) == pytest.approx(3 * size, rel=0.5 if size < 1 << 20 else 0.01)
-    assert states.nbytes({"a": model["bf16"]}) == states.nbytes({"b": model["fp32"]})
-    assert {path[:2] for path, _ in states.leaves(state)} == set(states.GROUPS.values())
+    assert formats.nbytes({"a": model["bf16"], "b": model["fp32"]}) == pytest.approx(size, rel=0.01)
+    assert formats.nbytes(state) == pytest.approx(3 * size, rel=0.5 if size < 1 << 20 else 0.01)
+    assert formats.nbytes({"a": model["bf16"]}) == formats.nbytes({"b": model["fp32"]})
+    assert {path[:2] for path, _ in formats.leaves(state)} == set(formats.GROUPS.values())
 
 
 @pytest.mark.parametrize("name", ["swift async", "dcp async"])
 def test_the_state_may_change_when_an_asynchronous_save_returns(name: str, tmp_path: Path) -> None:
-    state, same = states.make(4 << 20, seed=3), states.make(4 << 20, seed=3)
+    state, same = formats.make(4 << 20, seed=3), formats.make(4 << 20, seed=3)
     wait = FORMATS[name].save(state, tmp_path, True)
-    for _, value in states.leaves(state):
+    for _, value in formats.leaves(state):
         if isinstance(value, torch.Tensor):
             value.zero_()
     wait()
-    assert states.losses(same, FORMATS[name].load(tmp_path, same)) == ALL_KEPT
+    assert formats.losses(same, FORMATS[name].load(tmp_path, same)) == ALL_KEPT
 
 
 # The report.
@@ -194,7 +193,7 @@ def made_up(fsync: bool = True) -> dict[str, Any]:
             rounds.note(f"torch {fsync} {name}", slow * value)
         rounds.note(f"torch {fsync} bytes", 8)
         rounds.note(f"torch {fsync} state_bytes", 6)
-    return command.case(2, 3, [("torch", fsync)], rounds)
+    return formats.case(2, 3, [("torch", fsync)], rounds)
 
 
 def test_times_are_medians_and_ratios_those_of_the_rounds() -> None:
@@ -214,7 +213,7 @@ def test_times_are_medians_and_ratios_those_of_the_rounds() -> None:
         "load_over_read": 2.0,
     }
     assert {name: row[name] for name in expected} == pytest.approx(expected)
-    assert command.text(case)[-1].split() == [
+    assert formats.text(case)[-1].split() == [
         *("torch", "yes", "1200.0", "4000.0", "2800.0", "400.0", "1.33", "3.00", "2.00", "2.00"),
     ]
 
@@ -225,8 +224,8 @@ def test_without_fsync_the_limit_is_a_write_without() -> None:
 
 def test_the_losses_are_told() -> None:
     losses = {"torch": ALL_KEPT, "npz": ALL_KEPT | {"numbers": ["gone", "type"]}}
-    told = command.losses_text(losses)
-    assert told[2].split() == ["torch", *["-"] * len(states.GROUPS)]
+    told = formats.losses_text(losses)
+    assert told[2].split() == ["torch", *["-"] * len(formats.GROUPS)]
     assert "gone,type" in told[3]
 
 
@@ -234,7 +233,7 @@ def test_the_losses_are_told() -> None:
 
 
 def test_the_limits_leave_nothing(tmp_path: Path) -> None:
-    took = limits(states.make(1 << 14, seed=0), tmp_path / "limit")
+    took = limits(formats.make(1 << 14, seed=0), tmp_path / "limit")
     assert set(took) == {"copy_s", "write_s", "write_fsync_s", "read_s"}
     assert all(seconds > 0 for seconds in took.values())
     assert list(tmp_path.iterdir()) == []

@@ -21,7 +21,7 @@ def rounds_of(*rounds: tuple[float, float, float, float]) -> Rounds:
             f"read {name}": read for name in log.SIZES
         }
         for case, rate in (rates | {log.TOGETHER: together}).items():
-            figures = {"rate": rate, "client_cpu": 0.5, "server_cpu": 0.7, "slowest_over_fastest": 0.9}
+            figures = {"rate": rate, "client_cpu": 0.5, "server_cpu": 0.7}
             for figure, value in figures.items():
                 made.note(f"{case} {figure}", value)
     return made

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from swift_ft.lab.bench import recovery as report
 from swift_ft.lab.bench.command import main
 from swift_ft.lab.bench.marks import read
-from swift_ft.lab.bench.peers import report
 from swift_ft.lab.bench.peers.trial import PLACES, Trial, make_model
 
 QUIET = {"step_s": 0.002, "peak_mib": 300.0}

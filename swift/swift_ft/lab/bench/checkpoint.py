@@ -23,10 +23,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from swift_ft.cli_parser import Parser
 from swift_ft.errors import ServiceError, SwiftError, UsageError
-from swift_ft.lab.bench import output
-from swift_ft.lab.bench.formats import command as formats
-from swift_ft.lab.bench.formats.kinds import FORMATS
-from swift_ft.lab.bench.formats.states import write_tensors
+from swift_ft.lab.bench import formats, output
+from swift_ft.lab.bench.formats import FORMATS, write_tensors
 from swift_ft.lab.bench.output import Rounds
 from swift_ft.state import MODES
 from swift_ft.state.export import alone

@@ -5,26 +5,44 @@
     recovery    one member is lost: its exit is reported, a replacement joins, all report, all are ready; ends when all
                 see RUNNING
 One coordinator process for each number of members, without log servers. Members are real gRPC clients in a few
-processes (`swift_ft.lab.bench.coordinator_members`): they send heartbeats all the time, at the interval of the reply,
-repeat calls that were not answered, and rejoin as their own replacement if they are fenced. Stages have `REPLICAS`
-replicas, so all but one keep their state. CPU seconds are those of the coordinator's process, user and system.
-`view_bytes` is the size of the Watch streams' messages in the recovery. `beats_cpu` is the share of a core that
-heartbeats alone take: if the members' own processes are slow, a recovery takes longer and contains more heartbeats.
+processes (`Fleet`): they send heartbeats all the time, at the interval of the reply, repeat calls that were not
+answered, and rejoin as their own replacement if they are fenced. Stages have `REPLICAS` replicas, so all but one keep
+their state. CPU seconds are those of the coordinator's process, user and system. `view_bytes` is the size of the Watch
+streams' messages in the recovery. `beats_cpu` is the share of a core that heartbeats alone take: if the members' own
+processes are slow, a recovery takes longer and contains more heartbeats.
+
+    python -m swift_ft.lab.bench.coordinator ADDRESS MEMBERS REPLICAS FIRST STEP
+
+Runs ranks FIRST, FIRST + STEP, ... of MEMBERS. Orders come on stdin, one per line, and each is answered by a line:
+
+    {"order": "join"}                      all join; answered when all see RUNNING
+    {"order": "checkpoint", "version": V}  all report their shards durable; answered when all see it complete
+    {"order": "recovery", "lost": RANK, "from": G}    RANK's exit is reported, and it rejoins as another process;
+                                           answered when all see RUNNING in a generation above G
 """
 
+import asyncio
 import contextlib
 import json
+import math
 import re
 import secrets
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import grpc
+
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft._pb import coordinator_pb2_grpc as pb_grpc
 from swift_ft.cli_parser import Parser
+from swift_ft.credentials import CONNECTING
 from swift_ft.errors import UsageError
 from swift_ft.lab.bench import output
 from swift_ft.lab.bench.output import Worker
+from swift_ft.rpc.client import ATTEMPT_TIMEOUT_S, CHANNEL_OPTIONS, RETRY_PAUSE_S
 from swift_ft.text import show, table, whole_number
 
 REPLICAS = 8
@@ -38,7 +56,6 @@ RECOVERY_CPU_S_MAX = 1.0
 GROWTH_MAX = 6.0
 """Upper limit of the growth of the recovery's CPU seconds for four times as many members."""
 PHASES = ("join", "checkpoint", "recovery")
-MEMBERS = "swift_ft.lab.bench.coordinator_members"
 STEP = 10
 """Step of the checkpoint, after which the member is lost."""
 
@@ -83,7 +100,7 @@ def measure(members: int, store: str = "") -> dict[str, Any]:
         flags += ["--calls-per-peer", str(1 << 20), "--calls-per-token-s", "0"]
         pid, address = stack.enter_context(output.service("swift_ft_services.coordinator", directory, *flags))
         processes = [
-            stack.enter_context(Worker(MEMBERS, address, members, REPLICAS, first, PROCESSES))
+            stack.enter_context(Worker(__name__, address, members, REPLICAS, first, PROCESSES))
             for first in range(PROCESSES)
         ]
         join = phase(pid, processes, "join")
@@ -150,3 +167,226 @@ def verdicts(cases: Sequence[dict[str, Any]]) -> list[str]:
             found = output.goal(used[members * 4] / used[members], at_most=GROWTH_MAX)
             lines.append(output.goal_words(found, f"{members} to {4 * members} members", "-fold"))
     return lines
+
+
+# A process of members, without trainers: they follow each View.
+
+JOB = "bench"
+CHANNELS = 4
+_FENCED = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.ALREADY_EXISTS)
+
+
+class _Fenced(Exception):
+    """Raised if this process does not hold its rank any more, or not yet."""
+
+
+class Fleet:
+    def __init__(self, address: str, members: int, replicas: int, ranks: range) -> None:
+        self.world_size = members
+        self.replicas = replicas
+        options = (*CHANNEL_OPTIONS, *CONNECTING)
+        self.channels = [grpc.aio.insecure_channel(address, options=options) for _ in range(CHANNELS)]
+        self.members = {rank: Member(self, rank) for rank in ranks}
+        self.version = 0
+        self.view_bytes = 0
+        self.seen = asyncio.Event()
+        """Set when a member receives a View."""
+
+    async def obey(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Carries out one order (see above) with all members of this process, and returns its measurements."""
+        match order["order"]:
+            case "join":
+                for member in self.members.values():
+                    member.start()
+                await self.until(lambda view: view.state == pb.RUNNING)
+            case "checkpoint":
+                self.version = order["version"]
+                await asyncio.gather(*(member.save(self.version) for member in self.members.values()))
+                await self.until(lambda view: self.version in view.checkpoints)
+            case "recovery":
+                if order["lost"] in self.members:
+                    await self.members[order["lost"]].die()
+                # The order has the generation before: by now another process's members may have recovered already.
+                await self.until(lambda view: view.state == pb.RUNNING and view.generation > order["from"])
+        newest = max(member.generation for member in self.members.values())
+        view_bytes, self.view_bytes = self.view_bytes, 0
+        return {"view_bytes": view_bytes, "generation": newest}
+
+    async def until(self, condition: Callable[[pb.View], bool]) -> None:
+        """Waits until every member's View fulfils the condition. Raises TimeoutError after PHASE_S."""
+        async with asyncio.timeout(PHASE_S):
+            while not all(
+                member.view is not None and condition(member.view) for member in self.members.values()
+            ):
+                self.seen.clear()
+                await self.seen.wait()
+
+
+class Member:
+    def __init__(self, fleet: Fleet, rank: int) -> None:
+        self._fleet = fleet
+        self._rank = rank
+        channel = fleet.channels[rank // fleet.replicas % CHANNELS]
+        self._stub = pb_grpc.CoordinatorStub(channel)
+        self._watch = channel.unary_stream(
+            "/swift.coordinator.v1.Coordinator/Watch",
+            request_serializer=pb.WatchRequest.SerializeToString,
+            response_deserializer=bytes,
+        )
+        self._lives = 0
+        self._renewed_at = -math.inf
+        self._me: dict[str, Any] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._changed = asyncio.Event()
+        self.view: pb.View | None = None
+        self.version: int | None = 0
+
+    @property
+    def generation(self) -> int:
+        return 0 if self.view is None else self.view.generation
+
+    def start(self) -> None:
+        self._lives += 1
+        self._me = {"job": JOB, "rank": self._rank, "incarnation": f"{self._rank:016x}{self._lives:016x}"}
+        self._tasks = [asyncio.create_task(self._follow()), asyncio.create_task(self._live())]
+
+    async def die(self) -> None:
+        """Stops the member, reports its exit as its launcher would, and starts another incarnation."""
+        me = self._me
+        self.stop()
+        await self._say(self._stub.MemberExited, pb.ExitRequest(**me, pid=self._rank + 1, exit_code=-9))
+        self.version = None
+        self.start()
+
+    def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    async def save(self, version: int) -> None:
+        self.version = version
+        request = pb.CheckpointRequest(**self._me, version=version, generation=self.generation)
+        await self._say(self._stub.CheckpointDurable, request)
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                known = 0
+                async for data in self._watch(pb.WatchRequest(job=JOB, rank=self._rank)):
+                    self._fleet.view_bytes += len(data)
+                    update = pb.ViewUpdate.FromString(data)
+                    if update.base not in (0, known):
+                        raise AssertionError("a change of a View that was not told")
+                    # Every update has the fields that a member acts on, so there is no need to merge Views here.
+                    self.view, known = update.view, update.view.revision
+                    self._changed.set()
+                    self._fleet.seen.set()
+            except grpc.aio.AioRpcError:
+                pass  # the coordinator is stopping or starting: try again, as a rank's watcher does
+            await asyncio.sleep(RETRY_PAUSE_S)
+
+    async def _live(self) -> None:
+        try:
+            await self._join()
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._beat())
+                group.create_task(self._act())
+        except* _Fenced:
+            self.stop()
+            self.version = None
+            self.start()
+
+    async def _join(self) -> None:
+        fleet, me = self._fleet, self._me
+        member = pb.Member(rank=self._rank, incarnation=me["incarnation"], pid=self._rank + 1, host="bench")
+        await self._say(
+            self._stub.Join,
+            pb.JoinRequest(
+                job=JOB,
+                member=member,
+                world_size=fleet.world_size,
+                config={"replicas": str(fleet.replicas), "seed": "7"},
+                fingerprint={"torch": "2.13.0"},
+            ),
+        )
+
+    async def _beat(self) -> None:
+        """Sends heartbeats as ranks do: a Report or a Ready replaces one."""
+        loop = asyncio.get_running_loop()
+        while True:
+            version = self.version or 0
+            reply = await self._say(self._stub.Heartbeat, pb.HeartbeatRequest(**self._me, version=version))
+            pause_s = reply.interval_s
+            while pause_s > 0:
+                await asyncio.sleep(pause_s)
+                pause_s = self._renewed_at + reply.interval_s - loop.time()
+
+    async def _act(self) -> None:
+        answered = (0, 0)
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            view = self.view
+            if view is None or (view.generation, view.state) == answered:
+                continue
+            answered = (view.generation, view.state)
+            if view.state == pb.FORMING:
+                await self._ready(view.generation, 0)
+            elif view.state == pb.PLANNING:
+                request = pb.ReportRequest(
+                    **self._me,
+                    generation=view.generation,
+                    has_state=self.version is not None,
+                    version=self.version or 0,
+                )
+                await self._renew(self._stub.Report, request)
+            elif view.state == pb.RECOVERING:
+                await self._ready(view.generation, view.plan.target_version)
+
+    async def _ready(self, generation: int, version: int) -> None:
+        self.version = version
+        replicas = self._fleet.replicas
+        request = pb.ReadyRequest(
+            **self._me,
+            generation=generation,
+            version=version,
+            stages=[self._rank // replicas],
+            num_stages=self._fleet.world_size // replicas,
+        )
+        await self._renew(self._stub.Ready, request)
+
+    async def _renew(self, method: Callable[..., Awaitable[Any]], request: Any) -> None:
+        """Makes a call that also renews the lease."""
+        begun = asyncio.get_running_loop().time()
+        await self._say(method, request)
+        self._renewed_at = begun
+
+    async def _say(self, method: Callable[..., Awaitable[Any]], request: Any) -> Any:
+        """Repeats a call until it is answered. Returns None if it came too late. Raises _Fenced."""
+        while True:
+            try:
+                return await method(request, timeout=ATTEMPT_TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:
+                if error.code() in _FENCED:
+                    raise _Fenced from None
+                if error.code() == grpc.StatusCode.INVALID_ARGUMENT:
+                    return None  # the View's state is over: another View follows
+                await asyncio.sleep(RETRY_PAUSE_S)
+
+
+async def run_members(address: str, members: int, replicas: int, ranks: range) -> None:
+    fleet = Fleet(address, members, replicas, ranks)
+    loop = asyncio.get_running_loop()
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        order = json.loads(line)
+        try:
+            answer = await fleet.obey(order)
+        except TimeoutError:
+            answer = {
+                "error": f"the members have not come to the end of {order['order']} within {PHASE_S:g} s"
+            }
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    address, members, replicas, first, step = sys.argv[1:]
+    asyncio.run(run_members(address, int(members), int(replicas), range(int(first), int(members), int(step))))

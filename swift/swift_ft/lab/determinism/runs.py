@@ -11,7 +11,6 @@ import contextlib
 import os
 import random
 import signal
-import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ from swift_ft.errors import ServiceError, UsageError
 from swift_ft.fault_grammar import RankFault, fault_id
 from swift_ft.files import make_directory
 from swift_ft.lab.determinism.verify import ENV_DIE_IN, ENV_RECORDS, Interrupted, Run, placed, run_of
-from swift_ft.lab.drill.cluster import POLL_S, Cluster, Process, own_environment, with_environment
+from swift_ft.lab.drill.cluster import POLL_S, Cluster, Process, free_port, own_environment, with_environment
 from swift_ft.lab.drill.faults import to_environment
 from swift_ft.planner import reroutes, shrinks
 from swift_ft.text import LAUNCHER_SETTINGS, tell
@@ -254,9 +253,7 @@ class ScriptRuns(_Runs):
 
 def _meeting() -> dict[str, str]:
     """Returns the rendezvous variables that torchrun sets for a script's ranks."""
-    with socket.socket() as free:
-        free.bind((LOOPBACK, 0))
-        return {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free.getsockname()[1])}
+    return {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port())}
 
 
 def _place(rank: int, ranks: int) -> dict[str, str]:

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -74,7 +75,7 @@ POLL_S = 0.01
 _SIDECAR_END_S = 5.0
 TAIL_LINES = 12
 
-_FOREIGN = ("SWIFT_", "TORCHELASTIC_", "PET_")
+_FOREIGN = ("SWIFT_", "TORCHELASTIC_", "PET_", "TORCHFT_")
 _FOREIGN_NAMES = (
     "RANK",
     "WORLD_SIZE",
@@ -121,13 +122,15 @@ class Process:
         output: Path,
         cwd: Path | None = None,
         last: signal.Signals = signal.SIGKILL,
+        *,
+        program: Sequence[str] = (sys.executable, "-P", "-m"),
     ) -> None:
-        """Starts the child. `last`: as in `dying_with_this`."""
+        """Starts the child: `program` with `arguments`. `last`: as in `dying_with_this`."""
         self.name = name
         self.output = output
         with open(output, "ab", opener=private) as file:
             self._popen = subprocess.Popen(
-                [sys.executable, "-P", "-m", *arguments],
+                [*program, *arguments],
                 env=dict(env),
                 cwd=cwd,
                 stdin=subprocess.DEVNULL,
@@ -162,6 +165,26 @@ class Process:
             lines = self.output.read_text(errors="replace").splitlines()
             return "\n".join(f"  {self.name}: {line}" for line in lines[-TAIL_LINES:])
         return ""
+
+
+def await_address(process: Process, path: Path, each_turn: Callable[[], None] = lambda: None) -> str:
+    """Returns the address that a service writes to `path` once it serves. Raises ServiceError if it does not."""
+    deadline = time.monotonic() + SERVE_TIMEOUT_S
+    while not path.exists():
+        each_turn()
+        code = process.poll()
+        if code is not None:
+            raise ServiceError(f"the {process.name} did not start (exit code {code})\n{process.tail()}")
+        if time.monotonic() > deadline:
+            raise ServiceError(f"the {process.name} does not serve\n{process.tail()}")
+        time.sleep(POLL_S)
+    return path.read_text().strip()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 class Cluster:
@@ -304,19 +327,8 @@ class Cluster:
         self.trace("started", service=name, service_pid=self._processes[name].pid)
 
     def _await_service(self, name: str) -> None:
-        deadline = time.monotonic() + SERVE_TIMEOUT_S
         path = self.directory / f"{name}.address"
-        while not path.exists():
-            self._renew_tokens()
-            code = self._processes[name].poll()
-            if code is not None:
-                raise ServiceError(
-                    f"the {name} did not start (exit code {code})\n{self._processes[name].tail()}"
-                )
-            if time.monotonic() > deadline:
-                raise ServiceError(f"the {name} does not serve\n{self._processes[name].tail()}")
-            time.sleep(POLL_S)
-        self._addresses[name] = path.read_text().strip()
+        self._addresses[name] = await_address(self._processes[name], path, self._renew_tokens)
 
     def trace(self, event: str, **fields: Any) -> None:
         line = {"t": events.now(), "who": "drill", "pid": os.getpid(), "event": event, **fields}

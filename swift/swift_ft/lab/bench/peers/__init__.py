@@ -1,4 +1,4 @@
 """`swift-ft bench recovery`: the systems that are compared, each with a trainer as its user would write it.
 
-`trial` is shared by their trainers, `systems` installs and starts each of them, `report` evaluates the results.
+`trial` is shared by their trainers, `systems` starts each of them.
 """

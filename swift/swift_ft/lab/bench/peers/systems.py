@@ -5,7 +5,6 @@ import importlib.util
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,7 @@ from swift_ft.comm import LOOPBACK
 from swift_ft.errors import ServiceError
 from swift_ft.lab.bench.marks import read
 from swift_ft.lab.bench.peers.trial import REPLICAS, Trial
-from swift_ft.lab.drill.cluster import Cluster, dying_with_this
+from swift_ft.lab.drill.cluster import Cluster, Process, free_port, own_environment
 
 PEERS = {
     "torchft": ("torchft", "torchft==0.2.0"),
@@ -88,35 +87,18 @@ class Processes:
 
     def __init__(self, directory: Path, stack: ExitStack) -> None:
         self._directory, self._stack = directory, stack
-        self._running: list[subprocess.Popen[bytes]] = []
+        self._running: list[Process] = []
 
     def start(self, name: str, command: Sequence[str], **environment: str) -> None:
         """Starts a process, whose output goes to a file of that name; the stack ends it."""
-        with (self._directory / name).open("ab") as output:
-            process = subprocess.Popen(
-                command,
-                env=_environment() | environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-                preexec_fn=dying_with_this(signal.SIGTERM),  # noqa: PLW1509  (no threads here)
-            )
+        env = _environment() | environment
+        process = Process(name, command, env, self._directory / name, last=signal.SIGTERM, program=())
         self._running.append(process)
-        self._stack.callback(_end, process)
-        self._stack.callback(process.terminate)
+        self._stack.callback(process.stop, LEAVE_S)
 
     def ended(self) -> list[bool]:
         """Returns for each process whether it has ended, with or without success."""
         return [process.poll() is not None for process in self._running]
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    try:
-        process.wait(LEAVE_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def _packages() -> str:
@@ -128,10 +110,8 @@ def _packages() -> str:
 
 
 def _environment() -> dict[str, str]:
-    foreign = ("SWIFT_", "TORCHELASTIC_", "TORCHFT_")
-    ours = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     # A peer's environment does not contain swift.
-    return ours | {"OMP_NUM_THREADS": "1", "PYTHONPATH": _packages(), **LOOPBACK}
+    return own_environment() | {"OMP_NUM_THREADS": "1", "PYTHONPATH": _packages(), **LOOPBACK}
 
 
 def run(name: str, trial: Trial, python: str) -> list[dict[str, Any]]:
@@ -173,7 +153,7 @@ def run(name: str, trial: Trial, python: str) -> list[dict[str, Any]]:
 
 
 def _start_torchft(processes: Processes, system: System, given: str, python: str) -> None:
-    least, address = str(system.settings["least"]), f"127.0.0.1:{_free_port()}"
+    least, address = str(system.settings["least"]), f"127.0.0.1:{free_port()}"
     words = [str(Path(python).with_name("torchft_lighthouse")), "--bind", address, "--min_replicas", least]
     # 10 s as in its README; its own default is a minute.
     words += ["--join_timeout_ms", str(system.settings.get("join_ms", 10_000))]
@@ -190,7 +170,7 @@ def _start_torchft(processes: Processes, system: System, given: str, python: str
 
 
 def _start_nvrx(processes: Processes, given: str, python: str) -> None:
-    port = _free_port()
+    port = free_port()
     for rank in range(REPLICAS + 1):  # the last one is the reserve
         processes.start(
             f"rank{rank}",
@@ -207,12 +187,6 @@ def _torchrun(processes: int) -> list[str]:
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     # Without --log-dir each run leaves an empty directory.
     return [*words, "--max-restarts", "3", "--log-dir", os.devnull]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _await_end(trial: Trial, ended: Callable[[], bool]) -> None:

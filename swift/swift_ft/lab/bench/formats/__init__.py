@@ -1,1 +1,0 @@
-"""`swift-ft bench checkpoint --formats`: the cost of each checkpoint format, and the information that it loses."""
