@@ -9,9 +9,8 @@ from typing import Any
 from swift_ft import fault_grammar
 from swift_ft.lab.drill.config import DrillConfig
 from swift_ft.lab.drill.facts import Evidence
-from swift_ft.lab.drill.loss import Losses
 from swift_ft.lab.drill.topology import Topology
-from swift_ft.lab.drill.verdict_checks import DIGEST_FIELDS
+from swift_ft.lab.drill.verdict_checks import DIGEST_FIELDS, Losses
 from tests.unit.drill.evidence import NEW_PID, Trace
 
 STEPS, KILL_STEP, CHECKPOINT = 12, 8, 5

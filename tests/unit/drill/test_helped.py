@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from swift_ft.lab.drill import replay_report
+from swift_ft.lab.drill import report
 from swift_ft.lab.drill.timeline import Recovery
 
 
@@ -34,7 +34,7 @@ def recovery(steps: int | None = 4, why: str = "", declined: dict[str, str] | No
 
 
 def test_who_did_what() -> None:
-    (one,) = replay_report.helped_replays([recovery()])
+    (one,) = report.helped_replays([recovery()])
     assert one["workers"] == 3
     assert one["microbatches"] == {"1": 12, "3": 12}
 
@@ -49,11 +49,11 @@ def test_who_did_what() -> None:
     ],
 )
 def test_planned_help_was_given(given: Recovery, answer: bool | None, detail: str) -> None:
-    (check,) = replay_report.check_helpers([given])
+    (check,) = report.check_helpers([given])
     assert check.answer is answer
     assert detail in check.detail
 
 
 def test_help_that_was_not_planned_is_not_missed() -> None:
     alone = Recovery(began_t=0.0, generations=[2], planned={2: {}})
-    assert replay_report.check_helpers([alone]) == []
+    assert report.check_helpers([alone]) == []

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from swift_ft.lab.drill import replay_report, timeline
+from swift_ft.lab.drill import report, timeline
 from tests.unit.drill.evidence import CHECKPOINT, KILL_STEP, NEW_PID, Trace, good, kept
 
 STEPS_REPLAYED = KILL_STEP - CHECKPOINT
@@ -14,7 +14,7 @@ def test_how_long_it_took() -> None:
     evidence = good()
     events = [{**e, "seconds": 0.3} if e["event"] == "replay_end" else e for e in evidence.events]
     (recovery,) = timeline.recoveries(events)
-    assert replay_report.replays(recovery) == [{"rank": 2, "steps": STEPS_REPLAYED, "seconds": 0.3}]
+    assert report.replays(recovery) == [{"rank": 2, "steps": STEPS_REPLAYED, "seconds": 0.3}]
 
 
 def interrupted(again: bool = False, kept_steps: int = 2) -> Trace:
@@ -53,7 +53,7 @@ def interrupted(again: bool = False, kept_steps: int = 2) -> Trace:
 
 def cut(trace: Trace) -> dict[str, Any]:
     (recovery,) = timeline.recoveries(trace.events)
-    (one,) = replay_report.interruptions(recovery)
+    (one,) = report.interruptions(recovery)
     return one
 
 
@@ -69,7 +69,7 @@ class TestAHelperThatDied:
         assert one["steps_again"] == 1
         (check,) = [
             c
-            for c in replay_report.replay_checks([{"replays": [], "interruptions": [one]}])
+            for c in report.replay_checks([{"replays": [], "interruptions": [one]}])
             if c.name == "no replayed step was done twice"
         ]
         assert check.answer is False
@@ -82,4 +82,4 @@ class TestAHelperThatDied:
     def test_a_death_in_another_recovery_or_of_another_rank_is_none(self) -> None:
         evidence = good()
         (recovery,) = timeline.recoveries(evidence.events)
-        assert replay_report.interruptions(recovery) == []
+        assert report.interruptions(recovery) == []

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from swift_ft.lab.drill import report, report_replicas
+from swift_ft.lab.drill import report
 from swift_ft.lab.drill.facts import Evidence, Facts
-from swift_ft.lab.drill.report import FAIL, INCONCLUSIVE, PASS
-from swift_ft.lab.drill.report_replicas import corrupt_copy_check
+from swift_ft.lab.drill.report import FAIL, INCONCLUSIVE, PASS, corrupt_copy_check
 from swift_ft.lab.drill.timeline import Recovery
 from swift_ft.planner.groups import RecoveryGroups
 from tests.unit.drill.evidence import Trace
@@ -345,5 +344,5 @@ def test_who_is_lost_with_a_stage_that_nobody_holds_may_be_replayed(
     recovery.planned[2] = {"ranks": [{"rank": rank, "strategy": "REPLAY"} for rank in range(4)]}
     given = config(groups=RecoveryGroups.parse(groups))
     facts = replace(Facts.of(given, evidence()), recoveries=[recovery])
-    (check,) = [c for c in report_replicas.checks(facts) if c.name == "living replicas were used"]
+    (check,) = [c for c in report.checks_of_replicas(facts) if c.name == "living replicas were used"]
     assert check.answer is fine

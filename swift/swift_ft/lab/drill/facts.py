@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from swift_ft.lab.drill import loss, timeline
+from swift_ft.lab.drill import timeline
 from swift_ft.lab.drill.config import DrillConfig
 from swift_ft.lab.drill.timeline import Event, Recovery
-from swift_ft.lab.drill.verdict_checks import TRAINED_FIELDS, Comparison, Digest, compare
+from swift_ft.lab.drill.verdict_checks import TRAINED_FIELDS, Comparison, Digest, Losses, compare
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Evidence:
     negative_control: Mapping[str, Any] | None = None
     calculated: Mapping[int, Digest] = field(default_factory=dict)
     """version -> digests of an independent calculation of a run that drops batches; empty: not calculated."""
-    twin_losses: loss.Losses = field(default_factory=dict)
+    twin_losses: Losses = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

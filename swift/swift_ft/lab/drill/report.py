@@ -5,6 +5,7 @@ makes `INCONCLUSIVE`: missing data is never PASS.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from swift_ft.fault_grammar import (
@@ -15,13 +16,20 @@ from swift_ft.fault_grammar import (
     RankFault,
     fault_id,
 )
-from swift_ft.lab.drill import loss, replay_report, report_replicas, report_strategies, shrinking, timeline
+from swift_ft.lab.drill import report_strategies, shrinking, timeline
 from swift_ft.lab.drill.config import versions
 from swift_ft.lab.drill.facts import Facts
 from swift_ft.lab.drill.timeline import Event, Recovery
-from swift_ft.lab.drill.verdict_checks import Check, all_of
+from swift_ft.lab.drill.verdict_checks import (
+    TRAINED_FIELDS,
+    Check,
+    all_of,
+    check_losses,
+    compare_losses,
+    losses_of,
+)
 from swift_ft.planner import SETTINGS
-from swift_ft.planner.strategies import TABLE
+from swift_ft.planner.strategies import TABLE, may_copy
 
 PASS, FAIL, INCONCLUSIVE = "PASS", "FAIL", "INCONCLUSIVE"
 EXIT_CODES = {PASS: 0, FAIL: 1, INCONCLUSIVE: 3}
@@ -32,8 +40,8 @@ _COST = tuple(strategy.lower() for strategy in TABLE)
 
 def build(facts: Facts) -> dict[str, Any]:
     inexact = any(recovery.inexact for recovery in facts.recoveries)
-    curves = loss.curves(
-        loss.losses(facts.events),
+    curves = compare_losses(
+        losses_of(facts.events),
         facts.evidence.twin_losses,
         facts.asked.topology.steps,
         facts.asked.topology.replicas * facts.asked.topology.shards,
@@ -44,14 +52,14 @@ def build(facts: Facts) -> dict[str, Any]:
     checks = [
         *_run_checks(facts),
         *(comparison.check() for comparison in facts.comparisons),
-        *report_replicas.checks(facts),
+        *checks_of_replicas(facts),
         *report_strategies.checks(facts),
-        *([loss.check_losses(curves)] if facts.at_end.inexact else []),
+        *([check_losses(curves)] if facts.at_end.inexact else []),
         _survivors_check(survivors),
         *_recovery_checks(facts),
         *_log_checks(facts),
-        *replay_report.check_helpers(facts.recoveries),
-        *replay_report.replay_checks(shown),
+        *check_helpers(facts.recoveries),
+        *replay_checks(shown),
         _negative_control_check(facts),
     ]
     verdict = _verdict(checks)
@@ -80,8 +88,8 @@ def build(facts: Facts) -> dict[str, Any]:
         **report_strategies.sections(facts),
         "timeline": [{**event, "t": round(event["t"] - facts.events[0]["t"], 6)} for event in facts.events],
         **_cost(facts, facts.recoveries),
-        **report_replicas.copies(facts.recoveries),
-        "undo": report_replicas.undo(facts.recoveries),
+        **copies(facts.recoveries),
+        "undo": undo(facts.recoveries),
         "loss": curves,
         "recoveries": shown,
         "survivors_kept": None if survivors is None else all(survivors.values()),
@@ -113,7 +121,7 @@ def _reason(facts: Facts, verdict: str, checks: Sequence[Check], curves: Mapping
         equal = sum(comparison.equal is True for comparison in compared)
         return (
             f"{how}; {facts.asked.promises_no_bits}, so no bits are promised: at {equal} of {len(compared)} places "
-            f"every digest equals the failure-free run's; {loss.check_losses(curves).detail}"
+            f"every digest equals the failure-free run's; {check_losses(curves).detail}"
         )
     if facts.asked.drops:
         return (
@@ -211,7 +219,7 @@ def _strategy_check(facts: Facts) -> Check:
     if any(isinstance(fault, CorruptCheckpointFault) for fault in facts.asked.faults):
         return _damaged_checkpoint_check(facts)
     if any(isinstance(fault, CorruptCopyFault) for fault in facts.asked.faults):
-        return report_replicas.corrupt_copy_check(facts.events)
+        return corrupt_copy_check(facts.events)
     name = "the strategy was the one asked for"
     used = {strategy for recovery in facts.recoveries for strategy, _ in recovery.strategies().values()}
     if facts.recoveries and not used:
@@ -311,11 +319,11 @@ def _recovery(facts: Facts, recovery: Recovery) -> dict[str, Any]:
             for rank, (name, reason) in sorted(recovery.strategies().items())
         },
         **_cost(facts, [recovery]),
-        **report_replicas.copies([recovery]),
-        "undo": report_replicas.undo([recovery]),
-        "shared_replays": replay_report.helped_replays([recovery]),
-        "replays": replay_report.replays(recovery),
-        "interruptions": replay_report.interruptions(recovery),
+        **copies([recovery]),
+        "undo": undo([recovery]),
+        "shared_replays": helped_replays([recovery]),
+        "replays": replays(recovery),
+        "interruptions": interruptions(recovery),
         "verified_sends": recovery.replayed("verified"),
         "survivors_freed_seconds": recovery.freed_seconds,
     }
@@ -392,3 +400,227 @@ def _may_lose_records(facts: Facts) -> bool:
     """Returns whether a fallback to a checkpoint is permitted: with one copy, records of the lost log server are gone,
     so a replay that needs them is impossible. The plan must give that reason."""
     return facts.asked.copies == 1 and all("is lost" in reason for reason in facts.fell_back)
+
+
+# Data parallelism: copies, and undone and rolled-forward updates.
+
+
+def checks_of_replicas(facts: Facts) -> list[Check]:
+    if facts.asked.topology.replicas == 1:
+        return []
+    undone = [recovery for recovery in facts.recoveries if recovery.named("undone")]
+    distrusted = any(isinstance(fault, CorruptCopyFault) for fault in facts.asked.faults)
+    return [
+        _agree_check(facts),
+        *([_undo_check(facts)] if undone else []),
+        *([_living_check(facts)] if may_copy(facts.asked.strategy) and not distrusted else []),
+    ]
+
+
+def _agree_check(facts: Facts) -> Check:
+    """Checks that replicas of a stage hold the same bits, independently of the failure-free run."""
+    name = "replicas hold the same state"
+    answers: list[bool | None] = []
+    wrong = []
+    for comparison in facts.comparisons:
+        shape = facts.asked.topology
+        for replicas in chain.from_iterable(map(shape.states_of, range(shape.pipeline_ranks))):
+            ranks = [r for r in replicas if str(r) in comparison.ranks]
+            held = [comparison.ranks[str(rank)]["recovered"] for rank in ranks]
+            answer = _same(held)
+            answers.append(answer)
+            if answer is False:
+                wrong.append(f"ranks {', '.join(map(str, ranks))} {comparison.where}")
+    return Check(name, all_of(answers), "; ".join(wrong))
+
+
+def _same(digests: Sequence[Mapping[str, Any] | None]) -> bool | None:
+    known = [[digest.get(name) for name in TRAINED_FIELDS] for digest in digests if digest is not None]
+    if any(values != known[0] for values in known):
+        return False
+    whole = len(known) == len(digests) and all(None not in values for values in known)
+    return True if whole else None
+
+
+def _undo_check(facts: Facts) -> Check:
+    name = "updates were taken back as asked"
+    inexact = [recovery for recovery in facts.recoveries if recovery.inexact]
+    if inexact and facts.asked.undo != "arithmetic":
+        return Check(name, False, f"an undo was not exact, --undo is {facts.asked.undo}")
+    return Check(name, True)
+
+
+def corrupt_copy_check(events: Sequence[Event]) -> Check:
+    """Checks that the rank that received a flipped bit refused the state for that reason."""
+    name = "the corrupt copy was noticed"
+    flipped = [event for event in events if event["event"] == "corrupted" and "stream" not in event]
+    if not flipped:
+        return Check(name, None, "no bit was flipped")
+    answers = [_refused(event["rank"], events[events.index(event) + 1 :]) for event in flipped]
+    answer = all_of(answers)
+    return Check(
+        name, answer, "the flipped bit was used" if answer is False else "the copy did not come to its end"
+    )
+
+
+def _refused(rank: int, later: Sequence[Event]) -> bool | None:
+    """Returns whether this rank refused the copy that it was receiving. None: the copy did not finish, because a peer
+    died."""
+    for event in later:
+        if event.get("rank") != rank:
+            continue
+        if event["event"] == "refused" and "is not what it sent" in str(event.get("reason")):
+            return True
+        if event["event"] == "replica_received":
+            return False
+        if event["event"] == "copy_begin":
+            return None
+    return None
+
+
+def _is_lost_with_others(facts: Facts, rank: int, recovery: Recovery) -> bool:
+    """Returns whether some stage of this rank's recovery group has no living replica."""
+    shape, groups = facts.asked.topology, facts.asked.groups
+    stages = {other for own in shape.stages_of(rank) for other in groups.stages(own)}
+    states = chain.from_iterable(shape.states_of(shape.pipeline_rank_of(stage)) for stage in stages)
+    return any(set(replicas) <= recovery.victims for replicas in states)
+
+
+def _living_check(facts: Facts) -> Check:
+    """Checks that a rank is not replayed or restored from a checkpoint if replicas of every stage of its recovery group
+    live."""
+    name = "living replicas were used"
+    wrong = []
+    for number, recovery in enumerate(facts.recoveries, start=1):
+        for rank, (strategy, _) in recovery.strategies().items():
+            living = set(facts.asked.topology.replicas_of(rank)) - recovery.victims
+            if not living or _is_lost_with_others(facts, rank, recovery):
+                continue
+            if strategy in ("replay", "catch_up", "checkpoint"):
+                wrong.append(
+                    f"recovery {number}: {strategy} of rank {rank}, of which rank {min(living)} lives"
+                )
+    if facts.recoveries and not any(recovery.strategies() for recovery in facts.recoveries):
+        return Check(name, None, "no plan in the trace")
+    return Check(name, not wrong, "; ".join(wrong))
+
+
+def copies(recoveries: Sequence[Recovery]) -> dict[str, Any]:
+    return {
+        "sources": {
+            str(rank): sources
+            for recovery in recoveries
+            for rank, sources in sorted(recovery.sources().items())
+        },
+        "bytes_copied": sum(
+            int(event.get("bytes") or 0) for r in recoveries for event in r.named("replica_received")
+        ),
+    }
+
+
+def undo(recoveries: Sequence[Recovery]) -> dict[str, Any]:
+    """Returns `undo` of the report."""
+    done = [event for recovery in recoveries for event in recovery.named("undone")]
+    modes = sorted({str(event.get("mode")) for event in done})
+    return {
+        "mode": ", ".join(modes) if modes else None,
+        "ranks": sorted({int(event["rank"]) for event in done}),
+        "exact": all(event.get("exact") is True for event in done) if done else None,
+        "buckets": sum(int(event.get("buckets") or 0) for event in done),
+        "rolled_forward": sorted(
+            {int(event["rank"]) for r in recoveries for event in r.named("roll_forward")}
+        ),
+    }
+
+
+# Replays: who helped, and what an interruption cost.
+
+
+def helped_replays(recoveries: Sequence[Recovery]) -> list[dict[str, Any]]:
+    """Returns for each shared replay the ranks, their microbatches per step, the steps, and who declined and why."""
+    return [replay for recovery in recoveries for replay in _of(recovery)]
+
+
+def _of(recovery: Recovery) -> list[dict[str, Any]]:
+    ends = {event["rank"]: event for event in recovery.made("replay_end")}
+    shown = []
+    for begun in recovery.made("help_begin"):
+        rank, helpers = begun["rank"], list(begun["helpers"])
+        left = next(
+            (event.get("reason", "") for event in recovery.made("help_end") if event["rank"] == rank), ""
+        )
+        computed = {e["rank"]: e["microbatches"] for e in recovery.made("helped") if e["owner"] == rank}
+        shown.append(
+            {
+                "rank": rank,
+                "helpers": helpers,
+                "workers": 1 + len(helpers),
+                "shares": list(begun["shares"]),
+                "steps": ends.get(rank, {}).get("shared_steps"),
+                "microbatches": {str(helper): computed.get(helper) for helper in helpers},
+                "alone_because": left,
+                "declined": dict(begun.get("declined") or {}),
+            }
+        )
+    return shown
+
+
+def check_helpers(recoveries: Sequence[Recovery]) -> list[Check]:
+    """Checks that planned help was given, in the recoveries that were not interrupted. No check if none was planned."""
+    planned = [recovery for recovery in recoveries if (recovery.made_by or {}).get("help")]
+    if not planned:
+        return []
+    name = "planned help was given"
+    without = [
+        f"rank {replay['rank']}: {replay['alone_because'] or replay['declined'] or 'no shared step'}"
+        for recovery in planned
+        for replay in _of(recovery)
+        if not replay["steps"]
+    ]
+    silent = sum(len((recovery.made_by or {})["help"]) for recovery in planned) - len(helped_replays(planned))
+    if silent > 0:
+        return [Check(name, None, "a shared replay is not in the trace")]
+    return [Check(name, not without, "; ".join(without))]
+
+
+def replays(recovery: Recovery) -> list[dict[str, Any]]:
+    ends = recovery.made("replay_end")
+    return [{name: end[name] for name in ("rank", "steps", "seconds")} for end in ends if "seconds" in end]
+
+
+def interruptions(recovery: Recovery) -> list[dict[str, Any]]:
+    """Returns, for each helper that died while helping, the steps its owner kept and repeated, and when the owner
+    continued."""
+    shown = []
+    for fault in recovery.faults:
+        helped = [
+            e for e in recovery.named("help_begin") if fault["rank"] in e["helpers"] and e["t"] < fault["t"]
+        ]
+        if not helped or helped[-1]["generation"] == recovery.generation:
+            continue
+        owner = helped[-1]["rank"]
+        own = [e for e in recovery.window if e.get("rank") == owner and e["t"] > helped[-1]["t"]]
+        again = [e for e in own if e.get("generation") == recovery.generation]
+        replaying_t = min((e["t"] for e in again if e["event"] == "replay_begin"), default=float("inf"))
+        ended = [e for e in own if e["event"] == "step_end" and e["replay"]]
+        resumed = [e["t"] for e in own if e["event"] == "step_begin" and e["replay"] and e["t"] > replaying_t]
+        shown.append(
+            {
+                "helper": fault["rank"],
+                "owner": owner,
+                "steps_kept": sum(e["t"] < replaying_t for e in ended),
+                "steps_again": len(ended) - len({e["step"] for e in ended}),
+                "helpers_after": next(
+                    (e["helpers"] for e in reversed(again) if e["event"] == "help_begin"), []
+                ),
+                "seconds": round(min(resumed) - fault["t"], 6) if resumed else None,
+            }
+        )
+    return shown
+
+
+def replay_checks(shown: Sequence[Mapping[str, Any]]) -> list[Check]:
+    """Returns the check of interruptions. `shown`: the recoveries of the report."""
+    cut = [interruption for recovery in shown for interruption in recovery["interruptions"]]
+    again = sum(interruption["steps_again"] for interruption in cut)
+    return [Check("no replayed step was done twice", again == 0, f"{again} steps were")] if cut else []

@@ -30,13 +30,13 @@ from swift_ft.fault_grammar import (
     fault_id,
 )
 from swift_ft.files import make_directory, read_given, write_whole
-from swift_ft.lab.drill import faults, loss, shrinking, timeline
+from swift_ft.lab.drill import faults, shrinking, timeline
 from swift_ft.lab.drill.cluster import JOB, POLL_S, Cluster, Security
 from swift_ft.lab.drill.config import DrillConfig, same_identity
 from swift_ft.lab.drill.facts import Evidence
 from swift_ft.lab.drill.faults import to_environment
 from swift_ft.lab.drill.report_strategies import told
-from swift_ft.lab.drill.verdict_checks import Digest
+from swift_ft.lab.drill.verdict_checks import Digest, Losses, losses_of
 from swift_ft.lab.failures import damage
 from swift_ft.lab.failures.damage import EXTERNAL, HeldVictims, flip, segment_files
 from swift_ft.log import segment
@@ -112,7 +112,7 @@ class Twin:
     exit_code: int | None
     recoveries: int = 0
     output: str = ""
-    losses: loss.Losses = field(default_factory=dict)
+    losses: Losses = field(default_factory=dict)
 
 
 class _Watch:
@@ -376,7 +376,7 @@ def run_twin(config: DrillConfig, directory: Path) -> Twin:
         exit_code=code,
         recoveries=len(timeline.recoveries(trace)),
         output=output,
-        losses=loss.losses(trace),
+        losses=losses_of(trace),
     )
 
 
