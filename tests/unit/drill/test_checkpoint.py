@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from swift_ft.lab.drill import report
-from swift_ft.lab.drill.facts import Evidence, Facts
+from swift_ft.lab.drill.facts import Evidence
 from swift_ft.lab.drill.report import FAIL, INCONCLUSIVE, PASS
 from tests.unit.drill.evidence import RANKS, STEPS, Trace, config, digests, good
 
@@ -68,7 +68,7 @@ def built(
     trace: Trace, generation: int, target: int, *specs: str, strategy: str = "checkpoint", **changes: Any
 ) -> dict[str, Any]:
     found: Evidence = good(trace, digests=digests((target, generation)), **changes)
-    return report.build(Facts.of(config(*specs, strategy=strategy), found))
+    return report.build(config(*specs, strategy=strategy), found)
 
 
 def test_all_went_back_to_the_newest_one() -> None:
@@ -109,12 +109,12 @@ def test_where_nobody_went_back(spec: str, verdict: str) -> None:
     trace = Trace.begun(STEPS)
     trace.finish()
     found = good(trace, digests=digests((STEPS, 1)))
-    result = report.build(Facts.of(config(spec, strategy="checkpoint"), found))
+    result = report.build(config(spec, strategy="checkpoint"), found)
     assert result["verdict"] == verdict, result["reason"]
 
 
 def test_a_replay_is_not_what_was_asked_for() -> None:
-    assert report.build(Facts.of(config(strategy="checkpoint"), good()))["verdict"] == FAIL
+    assert report.build(config(strategy="checkpoint"), good())["verdict"] == FAIL
 
 
 def test_a_damaged_one_leads_to_the_one_before() -> None:

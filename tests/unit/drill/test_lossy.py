@@ -12,7 +12,7 @@ from swift_ft.lab.drill import console, report
 from swift_ft.lab.drill.calculation import Calculation
 from swift_ft.lab.drill.command import parse
 from swift_ft.lab.drill.config import DrillConfig
-from swift_ft.lab.drill.facts import Evidence, Facts
+from swift_ft.lab.drill.facts import Evidence
 from swift_ft.lab.drill.report import FAIL, PASS
 from swift_ft.lab.drill.trainer import make_parser
 from tests.unit.drill.evidence import Trace, digest
@@ -153,7 +153,7 @@ def result_of(
         negative_control={"caught": True},
         calculated=right,
     )
-    return report.build(Facts.of(asked(), replace(found)))
+    return report.build(asked(), replace(found))
 
 
 def wrong(result: dict[str, Any]) -> set[str]:

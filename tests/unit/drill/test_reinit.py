@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from swift_ft.lab.drill import report
-from swift_ft.lab.drill.facts import Facts
 from swift_ft.lab.drill.report import FAIL, PASS
 from tests.unit.drill.evidence import KILL_STEP, RANKS, Trace, config, digests, good
 
@@ -36,7 +35,7 @@ def trace_of(again: Sequence[int]) -> Trace:
 
 def built(again: Sequence[int]) -> dict[str, Any]:
     found = good(digests=digests((TARGET, 2)), events=trace_of(again).events)
-    return report.build(Facts.of(config(strategy="reinit"), found))
+    return report.build(config(strategy="reinit"), found)
 
 
 def test_all_survivors_began_again() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from swift_ft.lab.drill import report
-from swift_ft.lab.drill.facts import Evidence, Facts
+from swift_ft.lab.drill.facts import Evidence
 from swift_ft.lab.drill.report import FAIL, INCONCLUSIVE, PASS
 from swift_ft.lab.drill.verdict_checks import DIGEST_FIELDS
 from tests.unit.drill.evidence import (
@@ -44,7 +44,7 @@ def without(event: str, **fields: Any) -> Callable[[list[dict[str, Any]]], list[
 
 
 def test_a_good_run_passes_with_every_field_of_the_contract() -> None:
-    result = report.build(Facts.of(config(), good()))
+    result = report.build(config(), good())
     assert result["verdict"] == PASS, result["reason"]
     assert set(CONTRACT.split()) <= set(result)
     assert json.loads(json.dumps(result)) == result
@@ -69,13 +69,13 @@ def test_a_good_run_passes_with_every_field_of_the_contract() -> None:
 
 
 def test_how_long_survivors_were_blocked() -> None:
-    assert report.build(Facts.of(config(), good()))["survivors_freed_seconds"] == pytest.approx(0.009)
+    assert report.build(config(), good())["survivors_freed_seconds"] == pytest.approx(0.009)
     events = without("freed")(good_trace().events)
-    assert report.build(Facts.of(config(), good(events=events)))["survivors_freed_seconds"] is None
+    assert report.build(config(), good(events=events))["survivors_freed_seconds"] is None
 
 
 def test_phases_sum_to_the_total() -> None:
-    seconds = report.build(Facts.of(config(), good()))["recovery_seconds"]
+    seconds = report.build(config(), good())["recovery_seconds"]
     assert set(seconds) == {"detect", "fence", "plan", "rebuild", "restore", "replay", "rejoin", "total"}
     assert sum(seconds.values()) - seconds["total"] == pytest.approx(seconds["total"])
     assert seconds["detect"] == pytest.approx(0.03)
@@ -93,7 +93,7 @@ def test_phases_sum_to_the_total() -> None:
 def test_a_differing_digest_fails(name: str, field: str) -> None:
     changed = copy.deepcopy(digests((KILL_STEP, 2)))
     changed[name][field] = "0" * 64
-    result = report.build(Facts.of(config(), good(digests=changed)))
+    result = report.build(config(), good(digests=changed))
     assert result["verdict"] == FAIL
     assert result["bitwise_equal"] is False
     assert result["exact"] is False
@@ -104,7 +104,7 @@ def test_a_differing_digest_fails(name: str, field: str) -> None:
 def test_a_missing_digest_is_inconclusive(name: str) -> None:
     fewer = digests((KILL_STEP, 2))
     del fewer[name]
-    result = report.build(Facts.of(config(), good(digests=fewer)))
+    result = report.build(config(), good(digests=fewer))
     assert result["verdict"] == INCONCLUSIVE
     assert result["bitwise_equal"] is None
     assert result["exact"] is False
@@ -114,14 +114,14 @@ def test_a_missing_digest_is_inconclusive(name: str) -> None:
 def test_a_missing_digest_field_is_inconclusive(field: str) -> None:
     fewer = digests((KILL_STEP, 2))
     del fewer[f"rank0-v{STEPS}"][field]
-    assert report.build(Facts.of(config(), good(digests=fewer)))["verdict"] == INCONCLUSIVE
+    assert report.build(config(), good(digests=fewer))["verdict"] == INCONCLUSIVE
 
 
 @pytest.mark.parametrize("version", [KILL_STEP, STEPS])
 def test_a_twin_without_the_digest_is_inconclusive(version: int) -> None:
     evidence = good()
     twin = {name: d for name, d in evidence.twin_digests.items() if name != f"rank1-v{version}"}
-    assert report.build(Facts.of(config(), good(twin_digests=twin)))["verdict"] == INCONCLUSIVE
+    assert report.build(config(), good(twin_digests=twin))["verdict"] == INCONCLUSIVE
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_a_twin_without_the_digest_is_inconclusive(version: int) -> None:
     ],
 )
 def test_broken_evidence(changes: dict[str, Any], verdict: str) -> None:
-    result = report.build(Facts.of(config(), good(**changes)))
+    result = report.build(config(), good(**changes))
     assert result["verdict"] == verdict, result["reason"]
     assert result["reason"]
 
@@ -157,20 +157,20 @@ def test_broken_evidence(changes: dict[str, Any], verdict: str) -> None:
     ],
 )
 def test_a_missing_event_is_never_pass(take_away: Callable[[list[dict[str, Any]]], Any]) -> None:
-    result = report.build(Facts.of(config(), good(events=take_away(good_trace().events))))
+    result = report.build(config(), good(events=take_away(good_trace().events)))
     assert result["verdict"] != PASS
     assert result["exact"] is False
 
 
 @pytest.mark.parametrize("event", ["finished", "group_built", "restore_begin", "restore_end", "replay_begin"])
 def test_some_events_only_make_the_phases_finer(event: str) -> None:
-    result = report.build(Facts.of(config(), good(events=without(event)(good_trace().events))))
+    result = report.build(config(), good(events=without(event)(good_trace().events)))
     assert result["verdict"] == PASS, result["reason"]
 
 
 def test_a_fault_that_left_no_trace_did_not_happen() -> None:
     events = without("child_exit")(without("fault")(good_trace().events))
-    result = report.build(Facts.of(config(), good(events=events)))
+    result = report.build(config(), good(events=events))
     assert result["verdict"] != PASS
     carried_out = next(c for c in result["checks"] if c["name"] == "every fault was carried out")
     assert carried_out["answer"] is None
@@ -186,7 +186,7 @@ def test_a_rank_without_a_step_after_the_recovery_is_inconclusive(ranks: set[int
         for e in trace.events
         if e["t"] <= back or e["event"] not in ("step_begin", "finished") or e["rank"] not in ranks
     ]
-    result = report.build(Facts.of(config(), good(events=events)))
+    result = report.build(config(), good(events=events))
     assert result["verdict"] == INCONCLUSIVE
     assert result["recovery_seconds"] is None
 
@@ -196,7 +196,7 @@ def test_a_rank_that_changed_its_process_fails() -> None:
     for event in events[-20:]:
         if event["who"] == "rank1":
             event["pid"] = NEW_PID + 1
-    result = report.build(Facts.of(config(), good(events=events)))
+    result = report.build(config(), good(events=events))
     assert result["verdict"] == FAIL
     assert result["survivors_kept"] is False
     assert "rank 1 changed pid" in result["reason"]
@@ -205,7 +205,7 @@ def test_a_rank_that_changed_its_process_fails() -> None:
 def test_a_rank_that_died_untold_fails() -> None:
     trace = good_trace()
     trace.add("launcher", "child_exit", rank=1, pid=101, code=-6)
-    result = report.build(Facts.of(config(), good(trace)))
+    result = report.build(config(), good(trace))
     assert result["verdict"] == FAIL
     assert "rank 1 (exit code -6)" in result["reason"]
 
@@ -213,7 +213,7 @@ def test_a_rank_that_died_untold_fails() -> None:
 def test_a_replay_that_verified_nothing_is_inconclusive() -> None:
     events = copy.deepcopy(good_trace().events)
     next(e for e in events if e["event"] == "replay_end")["verified"] = 0
-    result = report.build(Facts.of(config(), good(events=events)))
+    result = report.build(config(), good(events=events))
     assert result["verdict"] == INCONCLUSIVE
     assert "verified" in result["reason"]
 
@@ -248,7 +248,7 @@ def fallen_back_evidence(**changes: Any) -> Evidence:
 
 
 def test_a_fallback_nobody_asked_for_fails() -> None:
-    result = report.build(Facts.of(config(), fallen_back_evidence()))
+    result = report.build(config(), fallen_back_evidence())
     assert result["verdict"] == FAIL
     assert result["bitwise_equal"] is True
     assert result["exact"] is False
@@ -260,7 +260,7 @@ FLIPPED = {"fired": frozenset({"fault0", "fault1"}), "corruption": {"file": "x",
 
 
 def test_a_fallback_from_a_corrupt_log_passes_but_not_as_exact() -> None:
-    result = report.build(Facts.of(config(*CORRUPT), fallen_back_evidence(**FLIPPED)))
+    result = report.build(config(*CORRUPT), fallen_back_evidence(**FLIPPED))
     assert result["verdict"] == PASS, result["reason"]
     assert result["exact"] is False
     assert set(result["strategy"].values()) == {"checkpoint"}
@@ -272,22 +272,20 @@ def test_a_fallback_from_a_corrupt_log_passes_but_not_as_exact() -> None:
 
 
 def test_a_corrupt_log_that_was_replayed_fails() -> None:
-    result = report.build(Facts.of(config(*CORRUPT), good(**FLIPPED)))
+    result = report.build(config(*CORRUPT), good(**FLIPPED))
     assert result["verdict"] == FAIL
     assert "flipped bit was replayed" in result["reason"]
 
 
 def test_a_corruption_that_never_happened_is_inconclusive() -> None:
-    result = report.build(Facts.of(config(*CORRUPT), fallen_back_evidence(fired=frozenset({"fault0"}))))
+    result = report.build(config(*CORRUPT), fallen_back_evidence(fired=frozenset({"fault0"})))
     assert result["verdict"] == INCONCLUSIVE
 
 
 def test_a_coordinator_killed_in_a_recovery_may_lose_a_state() -> None:
     specs = (f"rank=2,step={KILL_STEP},microbatch=3", "service=coordinator,state=planning")
     events = without("state", state="PLANNING")(good_trace().events)
-    result = report.build(
-        Facts.of(config(*specs), good(events=events, fired=frozenset({"fault0", "fault1"})))
-    )
+    result = report.build(config(*specs), good(events=events, fired=frozenset({"fault0", "fault1"})))
     assert result["verdict"] == PASS, result["reason"]
     assert result["recovery_seconds"]["plan"] == 0
 
@@ -315,7 +313,7 @@ def test_two_victims_one_after_the_other() -> None:
     evidence = good(
         trace, fired=frozenset({"fault0", "fault1"}), digests=digests((KILL_STEP, 2), (KILL_STEP, 3))
     )
-    result = report.build(Facts.of(planned, evidence))
+    result = report.build(planned, evidence)
     assert result["verdict"] == PASS, result["reason"]
     assert [recovery["faults"] for recovery in result["recoveries"]] == [["fault0"], ["fault1"]]
     assert result["steps_replayed"] == 2 * (KILL_STEP - CHECKPOINT)
@@ -323,7 +321,7 @@ def test_two_victims_one_after_the_other() -> None:
     total = sum(recovery["recovery_seconds"]["total"] for recovery in result["recoveries"])
     assert result["recovery_seconds"]["total"] == pytest.approx(total)
     only_one = good(trace, fired=frozenset({"fault0"}), digests=digests((KILL_STEP, 2), (KILL_STEP, 3)))
-    assert report.build(Facts.of(planned, only_one))["verdict"] == INCONCLUSIVE
+    assert report.build(planned, only_one)["verdict"] == INCONCLUSIVE
 
 
 def test_a_replay_is_no_step_after_the_recovery_before_it() -> None:
@@ -344,12 +342,8 @@ def test_a_replay_is_no_step_after_the_recovery_before_it() -> None:
     trace.end(KILL_STEP)
     planned = config(*(f"rank={rank},step={KILL_STEP},phase=idle" for rank in (2, 1)))
     result = report.build(
-        Facts.of(
-            planned,
-            good(
-                trace, fired=frozenset({"fault0", "fault1"}), digests=digests((KILL_STEP, 2), (KILL_STEP, 3))
-            ),
-        )
+        planned,
+        good(trace, fired=frozenset({"fault0", "fault1"}), digests=digests((KILL_STEP, 2), (KILL_STEP, 3))),
     )
     assert result["verdict"] == PASS, result["reason"]
     first, second = (recovery["recovery_seconds"] for recovery in result["recoveries"])
@@ -384,7 +378,7 @@ def test_a_rank_that_dies_as_a_recovery_ends_is_for_the_next_one(seen: str) -> N
     found = good(
         trace, fired=frozenset({"fault0", "fault1"}), digests=digests((KILL_STEP, 2), (KILL_STEP, 3))
     )
-    result = report.build(Facts.of(planned, found))
+    result = report.build(planned, found)
     assert result["verdict"] == PASS, result["reason"]
     assert [recovery["faults"] for recovery in result["recoveries"]] == [["fault0"], ["fault1"]]
 
@@ -392,7 +386,7 @@ def test_a_rank_that_dies_as_a_recovery_ends_is_for_the_next_one(seen: str) -> N
 def test_a_drill_on_services_alone_needs_no_recovery() -> None:
     trace = Trace.begun(STEPS)
     trace.finish()
-    result = report.build(Facts.of(config("service=logserver,step=4"), good(trace, digests=digests())))
+    result = report.build(config("service=logserver,step=4"), good(trace, digests=digests()))
     assert result["verdict"] == PASS, result["reason"]
     assert result["recoveries"] == []
     assert result["recovery_seconds"] is None
@@ -400,7 +394,7 @@ def test_a_drill_on_services_alone_needs_no_recovery() -> None:
 
 
 def test_throughput_before_during_and_after() -> None:
-    rates = report.build(Facts.of(config(), good()))["throughput"]
+    rates = report.build(config(), good())["throughput"]
     # A step takes 8 events of 10 ms.
     assert rates["before"] == pytest.approx(1 / 0.08)
     assert rates["during"] == 0

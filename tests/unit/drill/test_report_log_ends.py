@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from swift_ft.lab.drill import report
-from swift_ft.lab.drill.facts import Evidence, Facts
+from swift_ft.lab.drill.facts import Evidence
 from tests.unit.drill.evidence import CHECKPOINT, KILL_STEP, RANKS, Trace, config, digests, good, kept
 
 
@@ -53,7 +53,7 @@ def test_the_replay_counts_although_a_generation_came_behind_it(again: bool) -> 
             anew(trace, 4, "rank 0 was killed by signal 9")
 
     found = evidence(trace_of(interrupted), generation=3 + again)
-    (recovery,) = report.build(Facts.of(config(helpers=2), found))["recoveries"]
+    (recovery,) = report.build(config(helpers=2), found)["recoveries"]
     assert recovery["generations"] == [2, 3, 4][: 2 + again]
     assert recovery["steps_replayed"] == KILL_STEP - CHECKPOINT
     assert recovery["verified_sends"] == 24
@@ -71,6 +71,6 @@ def test_nobody_who_did_not_allow_it_gets_other_bits() -> None:
         name: {**one, "parameters": "other"} if name.startswith("rank2") else one
         for name, one in found.digests.items()
     }
-    result = report.build(Facts.of(config(helpers=2), replace(found, digests=other)))
+    result = report.build(config(helpers=2), replace(found, digests=other))
     assert result["verdict"] == "FAIL"
     assert "digests at version 8: rank 2: parameters differ" in result["reason"]

@@ -5,7 +5,6 @@ from typing import Any
 
 from swift_ft.lab.drill import report
 from swift_ft.lab.drill.console import fact_rows as rows
-from swift_ft.lab.drill.facts import Facts
 from tests.unit.drill.evidence import CHECKPOINT, config, good
 
 
@@ -17,7 +16,7 @@ def saved(rank: int, version: int, size: int, seconds: float, stall_s: float) ->
 def built(*events: dict[str, Any], **changes: Any) -> dict[str, Any]:
     evidence = good()
     found = replace(evidence, events=[*evidence.events, *events])
-    return report.build(Facts.of(config(**changes), found))
+    return report.build(config(**changes), found)
 
 
 def test_of_parts_with_a_state() -> None:

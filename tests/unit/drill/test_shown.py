@@ -11,7 +11,7 @@ from rich.console import Console
 from swift_ft.lab.drill import report
 from swift_ft.lab.drill.config import DrillConfig
 from swift_ft.lab.drill.console import page, phase_bar, show, timeline_rows
-from swift_ft.lab.drill.facts import Evidence, Facts
+from swift_ft.lab.drill.facts import Evidence
 from tests.unit.drill.evidence import config, good, good_trace
 from tests.unit.drill.replica_evidence import by_undo, trace_of
 from tests.unit.drill.replica_evidence import config as replica_config
@@ -30,7 +30,7 @@ CASES: dict[str, tuple[DrillConfig, Evidence, str]] = {
 @pytest.fixture(params=CASES)
 def case(request: pytest.FixtureRequest) -> tuple[dict[str, Any], str]:
     planned, evidence, words = CASES[request.param]
-    return report.build(Facts.of(planned, evidence)), words
+    return report.build(planned, evidence), words
 
 
 def test_a_terminal_gets_the_verdict_the_reason_and_the_command(case: tuple[dict[str, Any], str]) -> None:
@@ -51,7 +51,7 @@ def test_a_report_that_nobody_reads_is_no_failed_drill() -> None:
         def write(self, text: str) -> int:
             raise BrokenPipeError
 
-    result = report.build(Facts.of(config(), good()))
+    result = report.build(config(), good())
     with redirect_stdout(Unread()), pytest.raises(BrokenPipeError):
         show(result)
 
@@ -68,7 +68,7 @@ def test_the_page_needs_nothing_else(case: tuple[dict[str, Any], str]) -> None:
 
 
 def test_what_a_reason_says_cannot_become_markup() -> None:
-    result = report.build(Facts.of(config(), good()))
+    result = report.build(config(), good())
     result["reason"] = "<b>[red]x & y"
     assert "&lt;b&gt;[red]x &amp; y" in page(result)
     console = Console(file=io.StringIO(), width=100)
@@ -78,7 +78,7 @@ def test_what_a_reason_says_cannot_become_markup() -> None:
 
 
 def test_ranks_that_do_the_same_share_a_row() -> None:
-    rows = timeline_rows(report.build(Facts.of(config(), good())))
+    rows = timeline_rows(report.build(config(), good()))
     groups = [who for _, who, what in rows if "new group" in what]
     assert groups == ["ranks 0, 1, 2, 3"]
     assert rows[0][0] == 0
@@ -147,7 +147,7 @@ REPLICA_CASES = {
 @pytest.mark.parametrize("name", REPLICA_CASES)
 def test_replicas_are_shown(name: str) -> None:
     planned, evidence, words = REPLICA_CASES[name]
-    result = report.build(Facts.of(planned, evidence))
+    result = report.build(planned, evidence)
     console = Console(file=io.StringIO(), width=2000)
     show(result, console)
     assert isinstance(console.file, io.StringIO)

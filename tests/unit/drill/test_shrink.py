@@ -11,7 +11,7 @@ from swift_ft.lab.drill import report
 from swift_ft.lab.drill.calculation import Calculation
 from swift_ft.lab.drill.command import parse
 from swift_ft.lab.drill.config import DrillConfig
-from swift_ft.lab.drill.facts import Evidence, Facts
+from swift_ft.lab.drill.facts import Evidence
 from swift_ft.lab.drill.report import FAIL, INCONCLUSIVE, PASS
 from swift_ft.lab.drill.trainer import make_parser
 from tests.unit.drill.evidence import Trace, digest
@@ -93,7 +93,7 @@ def evidence(events: Events | None = None, *, grows: bool = False, **changes: An
 
 
 def built(found: Evidence, *, grows: bool = False) -> dict[str, Any]:
-    return report.build(Facts.of(config("--grow step=8" if grows else ""), found))
+    return report.build(config("--grow step=8" if grows else ""), found)
 
 
 def test_the_others_go_on_and_those_that_are_left_are_compared() -> None:
@@ -254,15 +254,15 @@ def test_what_is_dropped_is_held_against_a_calculation(
         twin_digests={f"rank{r}-v{v}": told(v, full_world) for r in range(4) for v in range(STEPS + 1)},
         calculated=right,
     )
-    result = report.build(Facts.of(asked, found))
+    result = report.build(asked, found)
     assert result["verdict"] == verdict, result["reason"]
     assert result["exact"] is False
     assert result["bitwise_equal"] is False
     if verdict == PASS:
         assert "independent calculation" in result["reason"]
-        without = report.build(Facts.of(asked, replace(found, calculated={})))
+        without = report.build(asked, replace(found, calculated={}))
         assert without["verdict"] == INCONCLUSIVE
         other = {version: {**digests, "optimizer": "other"} for version, digests in right.items()}
-        assert report.build(Facts.of(asked, replace(found, calculated=other)))["verdict"] == FAIL
+        assert report.build(asked, replace(found, calculated=other))["verdict"] == FAIL
     else:
         assert wrong(result) == {"digests at the end": False}

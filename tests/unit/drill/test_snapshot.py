@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from swift_ft.lab.drill import report
-from swift_ft.lab.drill.facts import Evidence, Facts
+from swift_ft.lab.drill.facts import Evidence
 from swift_ft.lab.drill.report import FAIL, PASS
 from tests.unit.drill.evidence import KILL_STEP, RANKS, STEPS, Trace, config, digests, good
 
@@ -74,7 +74,7 @@ def evidence(events: Events | None = None, target: int = TARGET) -> Evidence:
 
 
 def built(found: Evidence) -> dict[str, Any]:
-    return report.build(Facts.of(config(strategy="snapshot", snapshot_every=EVERY), found))
+    return report.build(config(strategy="snapshot", snapshot_every=EVERY), found)
 
 
 def test_all_went_back_to_the_newest_one() -> None:
@@ -122,4 +122,4 @@ def test_a_checkpoint_stands_behind_if_its_keeper_is_lost_too() -> None:
 
 
 def test_other_strategies_have_no_section() -> None:
-    assert report.build(Facts.of(config(), good()))["snapshot"] is None
+    assert report.build(config(), good())["snapshot"] is None

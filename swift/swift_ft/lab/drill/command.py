@@ -18,7 +18,6 @@ from swift_ft.lab.commands import (
 from swift_ft.lab.drill import options, report, run
 from swift_ft.lab.drill.config import OPTIONS, DrillConfig
 from swift_ft.lab.drill.console import page, show
-from swift_ft.lab.drill.facts import Facts
 from swift_ft.lab.drill.topology import Topology
 from swift_ft.planner import quickest
 from swift_ft.planner.groups import RecoveryGroups
@@ -114,7 +113,7 @@ def drill(config: DrillConfig) -> int:
 
         faulted = run.FaultedRun(config, place / "run")
         evidence = faulted.run(twin)
-        result = report.build(Facts.of(config, evidence))
+        result = report.build(config, evidence)
         write_json(config.json_path, result)
         if config.html_path is not None:
             write(config.html_path, page(result))

@@ -17,8 +17,8 @@ from swift_ft.fault_grammar import (
     fault_id,
 )
 from swift_ft.lab.drill import report_strategies, shrinking, timeline
-from swift_ft.lab.drill.config import versions
-from swift_ft.lab.drill.facts import Facts
+from swift_ft.lab.drill.config import DrillConfig, versions
+from swift_ft.lab.drill.facts import Evidence, Facts
 from swift_ft.lab.drill.timeline import Event, Recovery
 from swift_ft.lab.drill.verdict_checks import (
     TRAINED_FIELDS,
@@ -38,7 +38,8 @@ EXIT_CODES = {PASS: 0, FAIL: 1, INCONCLUSIVE: 3}
 _COST = tuple(strategy.lower() for strategy in TABLE)
 
 
-def build(facts: Facts) -> dict[str, Any]:
+def build(asked: DrillConfig, evidence: Evidence) -> dict[str, Any]:
+    facts = Facts.of(asked, evidence)
     inexact = any(recovery.inexact for recovery in facts.recoveries)
     curves = compare_losses(
         losses_of(facts.events),
