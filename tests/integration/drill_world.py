@@ -145,10 +145,27 @@ def passed(outcome: Outcome) -> dict[str, Any]:
     return report
 
 
+PHASES = ("forward", "backward", "reduce", "optimizer", "idle")
+
+
+def shape(stages: int, replicas: int) -> list[str]:
+    return ["--stages", str(stages), "--replicas", str(replicas)]
+
+
 def spec(rank: int, phase: str, step: int = KILL_STEP) -> str:
     """A loss in that phase, in the second microbatch if it is of one."""
-    where = ",microbatch=1" if phase in ("forward", "backward") else ""
+    where = ",microbatch=1" if phase in ("forward", "backward", "weights") else ""
     return f"rank={rank},step={step}{where},phase={phase}"
+
+
+def calculated(outcome: Outcome) -> dict[str, Any]:
+    """The report of a drill that drops batches: not exact, with every bit of an independent calculation."""
+    assert outcome.exit_code == 0, outcome.explain()
+    report = outcome.report
+    assert report is not None
+    assert (report["verdict"], report["exact"], report["survivors_kept"]) == ("PASS", False, True)
+    assert report["shrink"]["compared_with"] == "an independent calculation"
+    return report
 
 
 def exact(outcome: Outcome, *targets: int) -> dict[str, Any]:

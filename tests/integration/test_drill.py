@@ -18,6 +18,7 @@ import pytest
 
 from swift_ft import events
 from swift_ft.events import read
+from swift_ft.lab.drill.cluster import with_environment
 from swift_ft.lab.drill.run import TWIN_FILE
 from tests.integration.drill_world import (
     CHECKPOINT_EVERY,
@@ -174,15 +175,7 @@ def test_a_directory_that_is_in_use_is_refused(tmp_path: Path) -> None:
 
 def strays(directory: Path) -> list[int]:
     """Processes of the run in `directory`."""
-    mark = f"SWIFT_EVENTS={directory / 'run' / 'events'}".encode()
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if mark in path.read_bytes().split(b"\0"):
-                found.append(int(path.parent.name))
-        except OSError:
-            continue
-    return found
+    return with_environment(events.ENV_EVENTS_DIR, str(directory / "run" / "events"))
 
 
 def follow_until(directory: Path, process: "subprocess.Popen[str]", name: str) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ import pytest
 
 from swift_ft.lab.drill.topology import SPLITTING
 from tests.integration.drill_world import Twins, drill, kills, passed
+from tests.integration.drill_world import shape as shape_of
 from tests.integration.test_drill_shrink import exact, spec
 
 pytestmark = pytest.mark.timeout(300)
@@ -17,7 +18,7 @@ SCHEDULES = ("1f1b", "gpipe", "interleaved1f1b", "interleavedzerobubble", "zbv",
 
 
 def words(stages: int, replicas: int, *more: str) -> list[str]:
-    return ["--stages", str(stages), "--replicas", str(replicas), "--strategy", "adaptive", *more]
+    return [*shape_of(stages, replicas), "--strategy", "adaptive", *more]
 
 
 @MATRIX  # one in the default suite: `test_adaptive.py`

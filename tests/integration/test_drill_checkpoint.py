@@ -6,7 +6,17 @@ from typing import Any
 import pytest
 
 from swift_ft.state import MODES
-from tests.integration.drill_world import CHECKPOINT_EVERY, STEPS, Twins, drill, kills, passed
+from tests.integration.drill_world import (
+    CHECKPOINT_EVERY,
+    KILL_STEP,
+    STEPS,
+    Twins,
+    drill,
+    kills,
+    passed,
+    shape,
+)
+from tests.integration.drill_world import spec as spec_at
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -14,19 +24,16 @@ MATRIX = pytest.mark.matrix
 SHAPES = ((1, 2), (1, 4), (2, 1), (2, 2), (4, 2))
 """Stages and replicas."""
 PHASES = ("forward", "backward", "reduce", "update", "optimizer", "idle", "save")
-STEP = 7
 SAVED_BEHIND = 2 * CHECKPOINT_EVERY - 1
 FEW = {(2, 1, "async", "save"), (2, 2, "sync", "save")}
 
 
 def words(stages: int, replicas: int, mode: str, *others: str) -> list[str]:
-    shape = ["--stages", str(stages), "--replicas", str(replicas)]
-    return [*shape, "--strategy", "checkpoint", "--checkpoint-mode", mode, *others]
+    return [*shape(stages, replicas), "--strategy", "checkpoint", "--checkpoint-mode", mode, *others]
 
 
-def spec(rank: int, phase: str, step: int = STEP) -> str:
-    where = ",microbatch=1" if phase in ("forward", "backward") else ""
-    return f"rank={rank},step={SAVED_BEHIND if phase == 'save' else step}{where},phase={phase}"
+def spec(rank: int, phase: str, step: int = KILL_STEP) -> str:
+    return spec_at(rank, phase, SAVED_BEHIND if phase == "save" else step)
 
 
 def restored(at: Path, twins: Twins, asked: list[str], *specs: str) -> dict[str, Any]:
@@ -43,11 +50,11 @@ def restored(at: Path, twins: Twins, asked: list[str], *specs: str) -> dict[str,
 @pytest.mark.parametrize(
     ("stages", "replicas", "mode", "phase"),
     [
-        pytest.param(*shape, mode, phase, marks=() if (*shape, mode, phase) in FEW else MATRIX)
-        for shape in SHAPES
+        pytest.param(*size, mode, phase, marks=() if (*size, mode, phase) in FEW else MATRIX)
+        for size in SHAPES
         for mode in MODES
         for phase in PHASES
-        if shape[1] > 1 or phase not in ("reduce", "update")
+        if size[1] > 1 or phase not in ("reduce", "update")
     ],
 )
 def test_all_go_back_and_end_with_every_bit(

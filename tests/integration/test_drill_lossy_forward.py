@@ -6,35 +6,23 @@ from typing import Any
 
 import pytest
 
-from tests.integration.drill_world import STEPS, Outcome, Twins, drill, kills
+from tests.integration.drill_world import PHASES, STEPS, Outcome, Twins, calculated, drill, kills, shape, spec
 
 pytestmark = pytest.mark.timeout(300)
 
 MATRIX = pytest.mark.matrix
 STEP, LOST = 6, 1
-PHASES = ("forward", "backward", "reduce", "optimizer", "idle")
 
 
 def lossy(replicas: int, *words: str) -> list[str]:
-    shape = ["--stages", "1", "--replicas", str(replicas)]
-    return [*shape, "--strategy", "lossy-forward", "--allow-inexact", *words]
-
-
-def spec(phase: str, rank: int = LOST, step: int = STEP) -> str:
-    where = ",microbatch=1" if phase in ("forward", "backward") else ""
-    return f"rank={rank},step={step}{where},phase={phase}"
+    return [*shape(1, replicas), "--strategy", "lossy-forward", "--allow-inexact", *words]
 
 
 def finished(outcome: Outcome, *vacant: list[int]) -> dict[str, Any]:
-    """Not exact, with every bit of an independent calculation."""
-    assert outcome.exit_code == 0, outcome.explain()
-    report = outcome.report
-    assert report is not None
-    assert (report["verdict"], report["exact"], report["bitwise_equal"]) == ("PASS", False, False)
-    assert report["survivors_kept"] is True
+    report = calculated(outcome)
+    assert report["bitwise_equal"] is False
     assert report["digests"]["end"]["equal"] is True
     assert report["not_exact"]
-    assert report["shrink"]["compared_with"] == "an independent calculation"
     assert report["shrink"]["vacant_after"] == list(vacant)
     for cut in report["lossy"]:
         for bucket in cut["buckets"]:
@@ -65,7 +53,7 @@ def contributors(report: dict[str, Any], step: int = STEP) -> set[tuple[int, ...
 def test_what_is_averaged_stays(
     replicas: int, phase: str, updates: str, twins: Twins, tmp_path: Path
 ) -> None:
-    words = [*lossy(replicas, "--updates", updates), *kills(spec(phase))]
+    words = [*lossy(replicas, "--updates", updates), *kills(spec(LOST, phase, STEP))]
     report = finished(drill(*words, twins=twins, at=tmp_path), [LOST])
     everybody = tuple(range(replicas))
     left = tuple(rank for rank in everybody if rank != LOST)
@@ -80,7 +68,7 @@ def test_what_is_averaged_stays(
 @MATRIX
 @pytest.mark.parametrize("updates", ["after_backward", "wait_free"])
 def test_two_are_lost_and_both_come_back(updates: str, twins: Twins, tmp_path: Path) -> None:
-    specs = [spec("reduce", 2, 4), spec("backward", 0, 7)]
+    specs = [spec(2, "reduce", 4), spec(0, "backward", 7)]
     words = [*lossy(4, "--grow", "step=9", "--updates", updates), *kills(*specs)]
     report = finished(drill(*words, twins=twins, at=tmp_path), [2], [0, 2], [])
     assert report["shrink"]["returned"] == {"0": 10, "2": 10}
@@ -91,7 +79,7 @@ def test_two_are_lost_and_both_come_back(updates: str, twins: Twins, tmp_path: P
 @pytest.mark.parametrize("updates", ["after_backward", pytest.param("wait_free", marks=MATRIX)])
 def test_a_second_loss_while_the_step_is_finished(updates: str, twins: Twins, tmp_path: Path) -> None:
     """Rank 3 is killed when all have agreed on what is averaged, and the rest is not yet."""
-    specs = [spec("reduce", 1), "rank=3,phase=finish"]
+    specs = [spec(1, "reduce", STEP), "rank=3,phase=finish"]
     words = [*lossy(4, "--updates", updates), *kills(*specs)]
     report = finished(drill(*words, twins=twins, at=tmp_path), [1, 3])
     assert (0, 2) in contributors(report) <= {(0, 1, 2, 3), (0, 2)}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.drill_world import Twins, drill, kills, passed
+from tests.integration.drill_world import Twins, drill, kills, passed, shape
 
 pytestmark = [pytest.mark.matrix, pytest.mark.timeout(600)]
 
@@ -50,7 +50,7 @@ def test_one_kill(
     # Another victim for each phase, so that all places of the mesh have their turn.
     rank = (3 * ["backward", "reduce", "update", "optimizer"].index(phase) + 1) % (stages * replicas)
     where = ",microbatch=3" if phase == "backward" else ""
-    words = ["--stages", str(stages), "--replicas", str(replicas), "--schedule", schedule]
+    words = [*shape(stages, replicas), "--schedule", schedule]
     words += [*MODES[mode][0], "--optimizer", optimizer]
     spec = f"rank={rank},step={STEP}{where},phase={phase}"
     report = passed(drill(*words, *kills(spec), twins=twins, at=tmp_path))

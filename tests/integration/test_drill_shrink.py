@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.integration.drill_world import STEPS, Twins, drill, kills, passed
+from tests.integration.drill_world import PHASES, STEPS, Twins, drill, kills, passed, shape
+from tests.integration.drill_world import spec as spec_at
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -14,7 +15,7 @@ STEP = 6
 
 
 def shrink(replicas: int, *words: str) -> list[str]:
-    return ["--stages", "1", "--replicas", str(replicas), "--strategy", "shrink", *words]
+    return [*shape(1, replicas), "--strategy", "shrink", *words]
 
 
 def exact(report: dict[str, Any], *vacant: list[int]) -> dict[str, Any]:
@@ -28,20 +29,15 @@ def exact(report: dict[str, Any], *vacant: list[int]) -> dict[str, Any]:
 
 
 def spec(rank: int, phase: str, step: int = STEP) -> str:
-    where = ",microbatch=1" if phase in ("forward", "backward", "weights") else ""
-    return f"rank={rank},step={step}{where},phase={phase}"
-
-
-PHASES = ("forward", "backward", "reduce", "optimizer", "idle")
+    return spec_at(rank, phase, step)
 
 
 def late(stages: int, replicas: int, *words: str) -> list[str]:
-    shape = ["--stages", str(stages), "--replicas", str(replicas)]
-    return [*shape, "--strategy", "auto", "--lost-shard", "redistribute", *words]
+    return [*shape(stages, replicas), "--strategy", "auto", "--lost-shard", "redistribute", *words]
 
 
 @pytest.mark.parametrize(
-    ("shape", "phase"),
+    ("size", "phase"),
     [
         ((1, 4), "backward"),
         pytest.param((2, 2), "reduce", marks=MATRIX),
@@ -50,15 +46,15 @@ def late(stages: int, replicas: int, *words: str) -> list[str]:
     ],
 )
 def test_auto_goes_on_without_a_rank_for_which_no_process_comes(
-    shape: tuple[int, int], phase: str, twins: Twins, tmp_path: Path
+    size: tuple[int, int], phase: str, twins: Twins, tmp_path: Path
 ) -> None:
     """Its launcher has none left."""
-    report = passed(drill(*late(*shape), *kills(spec(1, phase)), twins=twins, at=tmp_path))
+    report = passed(drill(*late(*size), *kills(spec(1, phase)), twins=twins, at=tmp_path))
     exact(report, [1])
 
 
 @pytest.mark.parametrize(
-    ("shape", "rank", "phase", "schedule"),
+    ("size", "rank", "phase", "schedule"),
     [
         ((2, 2), 2, "forward", "1f1b"),
         *(
@@ -76,14 +72,12 @@ def test_auto_goes_on_without_a_rank_for_which_no_process_comes(
     ],
 )
 def test_another_pipeline_computes_the_lost_stage(
-    shape: tuple[int, int], rank: int, phase: str, schedule: str, twins: Twins, tmp_path: Path
+    size: tuple[int, int], rank: int, phase: str, schedule: str, twins: Twins, tmp_path: Path
 ) -> None:
-    stages, replicas = shape
-    words = ["--stages", str(stages), "--replicas", str(replicas), "--strategy", "shrink"]
-    words += ["--schedule", schedule, *kills(spec(rank, phase))]
+    words = [*shape(*size), "--strategy", "shrink", "--schedule", schedule, *kills(spec(rank, phase))]
     report = passed(drill(*words, twins=twins, at=tmp_path))
     (share,) = exact(report, [rank])["batches_computed_for"]
-    assert (share["rank"], share["by"] // replicas) == (rank, rank // replicas)
+    assert (share["rank"], share["by"] // size[1]) == (rank, rank // size[1])
     assert share["steps"] == STEPS - report["recoveries"][0]["target_version"]
 
 
@@ -126,7 +120,7 @@ def test_a_cell_comes_back_when_it_is_whole(twins: Twins, tmp_path: Path) -> Non
     ],
 )
 def test_a_stage_that_nobody_else_has_moves(rank: int, phase: str, twins: Twins, tmp_path: Path) -> None:
-    words = ["--stages", "4", "--replicas", "1", "--strategy", "shrink", *kills(spec(rank, phase))]
+    words = [*shape(4, 1), "--strategy", "shrink", *kills(spec(rank, phase))]
     report = passed(drill(*words, twins=twins, at=tmp_path))
     assert report["exact"] is True
     assert report["shrink"]["moved"] == {str(rank): 1 if rank == 0 else 0}

@@ -6,20 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.drill_world import KILL_STEP, Twins, drill, exact, kills, passed, spec
+from tests.integration.drill_world import KILL_STEP, PHASES, Twins, drill, exact, kills, passed, shape, spec
 
 pytestmark = pytest.mark.timeout(300)
 
 MATRIX = pytest.mark.matrix
 EVERY, STEP = 3, KILL_STEP
 SHAPES = ((1, 2), (1, 4), (2, 2), (4, 2))
-PHASES = ("forward", "backward", "reduce", "optimizer", "idle")
 SHOWN = [(1, 2, "reduce")]
 
 
 def snapshot(stages: int, replicas: int, *words: str) -> list[str]:
-    shape = ["--stages", str(stages), "--replicas", str(replicas)]
-    return [*shape, "--strategy", "snapshot", "--snapshot-every", str(EVERY), *words]
+    return [*shape(stages, replicas), "--strategy", "snapshot", "--snapshot-every", str(EVERY), *words]
 
 
 @pytest.mark.parametrize(
@@ -114,8 +112,8 @@ def test_a_bit_that_flips_on_the_way_is_noticed_and_the_checkpoint_stands_behind
     ],
 )
 def test_all_begin_again(stages: int, replicas: int, phase: str, twins: Twins, tmp_path: Path) -> None:
-    every, shape = 5, ["--stages", str(stages), "--replicas", str(replicas)]
-    words = [*shape, "--strategy", "reinit", "--checkpoint-every", str(every)]
+    every = 5
+    words = [*shape(stages, replicas), "--strategy", "reinit", "--checkpoint-every", str(every)]
     report = exact(drill(*words, *kills(spec(1, phase)), twins=twins, at=tmp_path), every)
     again = {entry["rank"] for entry in report["reinit"]["begun_again"]}
     assert again >= set(range(stages * replicas)) - {1}

@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from swift_ft import events
 from swift_ft.credentials import ENV_CREDENTIALS, TOKEN_FILE, Renewal
 from swift_ft.errors import ServiceError
@@ -402,12 +404,8 @@ class Cluster:
 
 def with_environment(name: str, value: str) -> list[int]:
     """Returns the pids of other running processes on this machine that were started with this variable."""
-    mark = f"{name}={value}".encode()
-    pids = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if mark in path.read_bytes().split(b"\0"):
-                pids.append(int(path.parent.name))
+    others = psutil.process_iter(["environ"])
+    pids = [other.pid for other in others if (other.info["environ"] or {}).get(name) == value]
     return [pid for pid in pids if pid != os.getpid()]
 
 

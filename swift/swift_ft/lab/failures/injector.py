@@ -21,6 +21,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+import psutil
+
 from swift_ft import events, fault_grammar
 from swift_ft.errors import AccessDenied, SwiftError, UsageError
 from swift_ft.fault_grammar import (
@@ -58,7 +60,7 @@ if TYPE_CHECKING:
 #                thread of its own, because it may block on the answer
 #
 # Ranks and their processes are known from the launcher's own events, everything else from the trace of the run.
-# Processes are signalled by pidfd, so a reused pid is never hit.
+# psutil signals no other process that has got the pid of one that is gone.
 
 TURN_S = 0.01
 ASK_S = 0.25
@@ -78,21 +80,6 @@ SILENT_S = 2.0
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
-class _Process:
-    """A living process of a rank, by pidfd."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self._descriptor = os.pidfd_open(pid)
-
-    def send(self, signum: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._descriptor, signum)
-
-    def close(self) -> None:
-        os.close(self._descriptor)
-
-
 class Injector:
     """Injects the failures of a run: ``with Injector(plan) as injector``. Leaving the block ends every failure, also
     after an error: stopped processes continue."""
@@ -101,7 +88,7 @@ class Injector:
         self._plan = plan
         self._faults = dict(enumerate(plan.schedule.faults))
         self._held = HeldVictims(plan.fault_directory, plan.schedule.faults)
-        self._processes: dict[int, _Process] = {}
+        self._processes: dict[int, psutil.Process] = {}
         """Rank -> its current process, for ranks of this launcher."""
         self._local: set[int] = set()
         """Ranks that this launcher has started."""
@@ -149,8 +136,6 @@ class Injector:
                 self.why_not[fault_id(index)] = (
                     f"rank {fault.rank} is another launcher's, whose report has it"
                 )
-        for process in self._processes.values():
-            process.close()
         if self._client is not None:
             self._client.close()
 
@@ -162,15 +147,14 @@ class Injector:
     def _hear(self, event: str, fields: Mapping[str, Any]) -> None:
         """(any thread of the launcher) Tracks the ranks' processes from the launcher's events."""
         if event == "spare_assigned":
-            with contextlib.suppress(OSError), self._lock:
+            with contextlib.suppress(psutil.Error), self._lock:
                 if not self._rank_started:
                     self._rank_started, self.began = True, events.now()
                 self._local.add(fields["rank"])
-                self._processes[fields["rank"]] = _Process(fields["pid"])
+                self._processes[fields["rank"]] = psutil.Process(fields["pid"])
         elif event == "child_exit":
             with self._lock:
-                if (process := self._processes.pop(fields["rank"], None)) is not None:
-                    process.close()
+                self._processes.pop(fields["rank"], None)
 
     def _see(self, event: dict[str, Any]) -> None:
         match event["event"]:
@@ -259,7 +243,8 @@ class Injector:
             pid = process.pid
             self._tell("fault", index, pid=pid, **about)
             if fault.kind in _SIGNALS:
-                process.send(_SIGNALS[fault.kind])
+                with contextlib.suppress(psutil.Error):
+                    process.send_signal(_SIGNALS[fault.kind])
         match fault.kind:
             case "stop":
                 self._lasts(index, fault.for_s, lambda: self._signal(fault.rank, signal.SIGCONT, pid))
@@ -272,7 +257,8 @@ class Injector:
         with self._lock:
             process = self._processes.get(rank)
             if process is not None and process.pid == pid:
-                process.send(signum)
+                with contextlib.suppress(psutil.Error):
+                    process.send_signal(signum)
 
     def _slow(self, fault: RankFault, pid: int) -> Callable[[], None]:
         """Slows the process down from now on, by stopping it periodically. Returns a function that ends this."""
