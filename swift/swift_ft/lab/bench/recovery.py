@@ -3,10 +3,11 @@
 Each system trains the same model on the same batches with two replicas, in steps of the same length, by a trainer as
 its user would write it (`swift/swift_ft/lab/bench/peers`). A replica kills itself with SIGKILL at points (a step and a
 place in it) that are drawn from a seed and equal for all systems. The trainers' marks show when the survivor left the
-step, when the first step without the victim was done, which steps were repeated, which processes were replaced, and
-whether the final weights are bitwise those of the same trainer in a run without failure. Every round runs each system
-once, in turn. Before the rounds each system trains once without a failure and without the wait in its steps, which
-gives its cost in normal operation: the median step, and the peak memory of a replica without its helper processes.
+step, when the first step without the victim was done, which steps were repeated, whether the survivor kept its process,
+and whether the final weights are bitwise those of the same trainer in a run without failure. Every round runs each
+system once, in turn. Before the rounds each system trains once without a failure and without the wait in its steps,
+which gives its cost in normal operation: the median step, and the peak memory of a replica without its helper
+processes.
 
 Peers have environments of their own, DIR/torchft and DIR/nvrx of --peers DIR. One that is not there is left out, with
 the reason.
@@ -144,11 +145,9 @@ def _calm(name: str, trial: Trial, python: str) -> dict[str, Any]:
 MEDIANS = (
     "next_step_s",
     "lost_s",
-    "all_again_s",
     "detect_s",
     "steps_again",
     "steps_with_fewer",
-    "restarted",
     "step_s",
 )
 
@@ -193,11 +192,7 @@ def judge(marks: Sequence[dict[str, Any]], reference: str) -> dict[str, Any]:
     ]
     # A process that returns after the others have ended starts from scratch: that is not part of the run.
     over = min((mark["at"] for mark in marks if mark["what"] == "ended"), default=float("inf"))
-    together = [max(times) for number, times in new.items() if number > step and len(times) == REPLICAS]
-    processes = [
-        list(dict.fromkeys(mark["pid"] for mark in marks if mark["replica"] == replica))
-        for replica in range(REPLICAS)
-    ]
+    survivor = {mark["pid"] for mark in marks if mark["replica"] == SURVIVOR}
     digests = [mark["digest"] for mark in marks if mark["what"] == "ended"]
     step_s, next_step_s = statistics.median(b - a for a, b in pairwise(before)), min(new[step + 1])
     steps = sum(number in new for number in (step, step + 1))
@@ -206,12 +201,9 @@ def judge(marks: Sequence[dict[str, Any]], reference: str) -> dict[str, Any]:
         "next_step_s": next_step_s,
         "lost_s": max(0.0, next_step_s - steps * step_s),
         "detect_s": _detected(marks, at),
-        "all_again_s": min(together) if together else None,
         "steps_again": len({mark["step"] for mark in after if mark["step"] < step and mark["at"] < over}),
         "steps_with_fewer": sum(len(times) < REPLICAS for number, times in new.items() if number > step),
-        "pids": processes,
-        "restarted": sum(len(pids) > 1 for pids in processes),
-        "survived": len(processes[SURVIVOR]) == 1
+        "survived": len(survivor) == 1
         and any(mark["what"] == "ended" and mark["replica"] == SURVIVOR for mark in marks),
         "same_bits": len(digests) == REPLICAS and set(digests) == {reference},
     }

@@ -53,7 +53,7 @@ class Calculation:
         everything = range(len(self._parameters))
         self.cut_step(
             step,
-            [{"parameters": everything, "contributors": origins, "divisor": self.divisor(origins)}],
+            [{"parameters": everything, "contributors": origins, "divisor": len(origins)}],
         )
 
     def cut_step(self, step: int, buckets: Sequence[Mapping[str, Any]]) -> None:
@@ -72,9 +72,6 @@ class Calculation:
             torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
         self._optimizer.step()
         self._scheduler.step()
-
-    def divisor(self, origins: Sequence[int]) -> int:
-        return len(origins)
 
     def _gradients(self, step: int, origin: int) -> list[torch.Tensor]:
         """Returns the gradients of the origin's batch: the mean over its microbatches, per parameter."""

@@ -125,29 +125,51 @@ class What:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Drawn:
+class Many:
+    """An entry that stands for many failures."""
+
     text: str
     """The entry as it was given."""
-    law: str
-    mtbf: float
-    """Mean time between two failures of one host, in steps or seconds."""
-    shape: float = 1.0
-    seed: int = 0
     until: float | None = None
-    count: int | None = None
-    lemons: int = 0
-    lemon: float = 10.0
-    together: float = 0.0
+    seed: int = 0
     per_host: int | None = None
     """None: the number of ranks on each machine of the job."""
     what: What = field(default_factory=What)
 
-    KEYS = ("every", "mtbf", "shape", "seed", "until", "count", "lemons", "lemon", "together", "per_host")
+    KEYS = ("until", "seed", "per_host", *What.KEYS)
+
+    @staticmethod
+    def common(given: Fields, *, mixed: bool = False) -> dict[str, Any]:
+        """Parses the keys that all have. `mixed`: see `lasting`. Raises UsageError."""
+        if given.number_or_none("per_host") == 0:
+            raise given.error("per_host must be at least 1")
+        return {
+            "text": given.spec,
+            "until": given.decimal("until", 0.0, 1e9),
+            "seed": given.number_or_none("seed") or 0,
+            "per_host": given.number_or_none("per_host"),
+            "what": What.of(given, mixed=mixed),
+        }
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drawn(Many):
+    law: str
+    mtbf: float
+    """Mean time between two failures of one host, in steps or seconds."""
+    shape: float = 1.0
+    count: int | None = None
+    lemons: int = 0
+    lemon: float = 10.0
+    together: float = 0.0
 
     @classmethod
     def of(cls, given: Fields) -> "Drawn":
         """Parses a distribution. Raises UsageError."""
-        given.only(*cls.KEYS, *What.KEYS)
+        given.only("every", "mtbf", "shape", "count", "lemons", "lemon", "together", *Many.KEYS)
         law = given.one_of("every", LAWS, "")
         if (law == "weibull") != ("shape" in given):
             wrong = "weibull needs shape=K" if law == "weibull" else "shape needs every=weibull"
@@ -155,33 +177,24 @@ class Drawn:
         mtbf = given.decimal("mtbf", 0.001, 1e9)
         if mtbf is None:
             raise given.error("mtbf is missing: the mean time between two failures of one host")
-        until, count = given.decimal("until", 0.0, 1e9), given.number_or_none("count")
-        if until is None and count is None:
+        count = given.number_or_none("count")
+        if "until" not in given and count is None:
             raise given.error("it has no end: give until=STEP, or count=N failures")
         if count is not None and not 1 <= count <= FAILURES_MAX:
             raise given.error(f"count must be 1 to {FAILURES_MAX}")
-        if given.number_or_none("per_host") == 0:
-            raise given.error("per_host must be at least 1")
         lemons, lemon = given.number_or_none("lemons") or 0, given.decimal("lemon", 1.0, 1e6)
         if lemon is not None and not lemons:
             raise given.error("lemon needs lemons=K: so many hosts fail so much more often")
         return cls(
-            text=given.spec,
             law=law,
             mtbf=mtbf,
             shape=given.decimal("shape", 0.05, 20.0) or 1.0,
-            seed=given.number_or_none("seed") or 0,
-            until=until,
             count=count,
             lemons=lemons,
             lemon=10.0 if lemon is None else lemon,
             together=given.decimal("together", 0.0, 1.0) or 0.0,
-            per_host=given.number_or_none("per_host"),
-            what=What.of(given),
+            **cls.common(given),
         )
-
-    def __str__(self) -> str:
-        return self.text
 
     def faults(self, hosts: Hosts, flag: str = "--failures") -> list[Fault]:
         """Returns the failures of a job with these hosts, in order of time. Raises UsageError for too many failures, or
@@ -298,41 +311,25 @@ def _time(text: str, where: str) -> float:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Traced:
+class Traced(Many):
     """A trace file, with the mapping of its times and nodes to those of a job."""
 
-    text: str
     path: str
     per: float = 1.0
     begin: float = 0.0
-    until: float | None = None
-    seed: int = 0
     nodes: int | None = None
-    per_host: int | None = None
-    what: What = field(default_factory=What)
-
-    KEYS = ("trace", "per", "from", "until", "seed", "nodes", "per_host")
 
     @classmethod
     def of(cls, given: Fields) -> "Traced":
         """Parses the keys of a trace. Raises UsageError."""
-        given.only(*cls.KEYS, *What.KEYS)
-        if given.number_or_none("per_host") == 0:
-            raise given.error("per_host must be at least 1")
+        given.only("trace", "per", "from", "nodes", *Many.KEYS)
         return cls(
-            text=given.spec,
             path=given.text("trace", _PATH, "a file whose name has no comma or semicolon"),
             per=given.decimal("per", 1e-6, 1e9) or 1.0,
             begin=given.decimal("from", 0.0, 1e9) or 0.0,
-            until=given.decimal("until", 0.0, 1e9),
-            seed=given.number_or_none("seed") or 0,
             nodes=given.number_or_none("nodes"),
-            per_host=given.number_or_none("per_host"),
-            what=What.of(given, mixed=True),
+            **cls.common(given, mixed=True),
         )
-
-    def __str__(self) -> str:
-        return self.text
 
     def faults(self, hosts: Hosts, flag: str = "--failures") -> list[Fault]:
         """Returns the failures of a job with these hosts, in order of time. Raises UsageError if the file is no trace,
@@ -465,7 +462,7 @@ def schedule_of(given: str, ranks: int, per_host: int = 1, flag: str = "--failur
     entries = read_schedule(given, flag)
     found: list[Fault] = []
     for entry in entries:
-        if isinstance(entry, Drawn | Traced):
+        if isinstance(entry, Many):
             hosts = Hosts(ranks=ranks, per_host=entry.per_host or per_host)
             found += entry.faults(hosts, flag)
         else:
