@@ -21,8 +21,9 @@ from swift_ft.errors import ServiceError, UsageError
 from swift_ft.fault_grammar import RankFault, fault_id
 from swift_ft.files import make_directory
 from swift_ft.lab.determinism.verify import ENV_DIE_IN, ENV_RECORDS, Interrupted, Run, placed, run_of
-from swift_ft.lab.drill.cluster import POLL_S, Cluster, Process, free_port, own_environment, with_environment
+from swift_ft.lab.drill.cluster import POLL_S, Cluster, Process, own_environment, with_environment
 from swift_ft.lab.drill.faults import to_environment
+from swift_ft.launch.standalone import free_port
 from swift_ft.planner import reroutes, shrinks
 from swift_ft.text import LAUNCHER_SETTINGS, tell
 

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -181,12 +180,6 @@ def await_address(process: Process, path: Path, each_turn: Callable[[], None] = 
             raise ServiceError(f"the {process.name} does not serve\n{process.tail()}")
         time.sleep(POLL_S)
     return path.read_text().strip()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Cluster:

@@ -17,7 +17,8 @@ from swift_ft.comm import LOOPBACK
 from swift_ft.errors import ServiceError
 from swift_ft.lab.bench.marks import read
 from swift_ft.lab.bench.peers.trial import REPLICAS, Trial
-from swift_ft.lab.drill.cluster import Cluster, Process, free_port, own_environment
+from swift_ft.lab.drill.cluster import Cluster, Process, own_environment
+from swift_ft.launch.standalone import free_port
 
 PEERS = {
     "torchft": ("torchft", "torchft==0.2.0"),
