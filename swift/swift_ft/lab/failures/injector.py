@@ -385,6 +385,8 @@ class Injector:
 
 FLAG = "--failures"
 REPORT = "failures.json"
+_TOLD_BYTES_MAX = 120_000
+"""Limit of the environment variable for ranks. Linux allows 128 KiB for one variable."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -459,7 +461,12 @@ def _for_ranks(found: Schedule) -> str:
     for index, fault in enumerate(found.faults):
         if isinstance(fault, RankFault | CorruptCopyFault) and getattr(fault, "at_s", None) is None:
             told.append(fault_grammar.item(fault, fault_id(index), hold=index in held))
-    return json.dumps(told)
+    text = json.dumps(told)
+    if len(text) > _TOLD_BYTES_MAX:
+        raise UsageError(
+            f"run: {FLAG}: ranks can be told no more than {_TOLD_BYTES_MAX} bytes: give fewer failures"
+        )
+    return text
 
 
 def around(plan: Planned, run: Callable[[], Outcome]) -> Outcome:
