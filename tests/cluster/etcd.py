@@ -22,10 +22,10 @@ from typing import Any, Self
 import pytest
 
 from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.coordinator_client import CoordinatorClient
 from swift_ft.credentials import Credentials
 from swift_ft.lab.drill.cluster import COORDINATOR, JOB, LAUNCHER
 from swift_ft.launch.standalone import free_port
-from swift_ft.rpc.client import CoordinatorClient
 from swift_ft.tools.credentials import CertificateAuthority
 from swift_ft_services.coordinator.etcd_store import LEASE_S, EtcdStore
 from swift_ft_services.coordinator.store import MetadataStore, StoreConflict, StoreHeld

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from swift_ft.coordinator_client import CoordinatorClient
 from swift_ft.lab.drill.cluster import COORDINATOR, JOB
-from swift_ft.rpc.client import CoordinatorClient
 from swift_ft.tools import status
 from tests.integration import watched
 from tests.integration.forked import Forks

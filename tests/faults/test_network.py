@@ -15,11 +15,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.coordinator_client import CoordinatorClient
 from swift_ft.errors import ServiceError
 from swift_ft.launch.standalone import free_port
 from swift_ft.log import admin
 from swift_ft.log.protocol import client_options, server_options
-from swift_ft.rpc.client import CoordinatorClient
 from tests.faults import shim
 from tests.faults.shim import Faults, eventually
 from tests.faults.world import TIMEOUT_S, Helper, Server, put, reading

@@ -15,12 +15,12 @@ import pytest
 from swift_ft import events
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft._pb import log_pb2
+from swift_ft.coordinator_client import CoordinatorClient
 from swift_ft.errors import RecordTrimmed, ServiceError
 from swift_ft.lab.drill.cluster import LOG_SERVER
 from swift_ft.log import admin
 from swift_ft.log.protocol import code_of, message_of, reason_of
 from swift_ft.log.reader import never
-from swift_ft.rpc.client import CoordinatorClient
 from tests.faults.shim import eventually
 from tests.faults.world import TIMEOUT_S, Server, body_of, fill, key, reading
 from tests.integration.coordinator_world import Coordinator, Job, finish, recovered

@@ -19,10 +19,10 @@ import pytest
 
 from swift_ft import events
 from swift_ft._pb import coordinator_pb2, log_pb2, log_pb2_grpc
+from swift_ft.coordinator_client import CoordinatorClient, make_member
 from swift_ft.credentials import ENV_CA, ENV_TOKEN_FILE
 from swift_ft.errors import AccessDenied
 from swift_ft.log import admin
-from swift_ft.rpc.client import CoordinatorClient, make_member
 from swift_ft.tokens import COORDINATOR, EVERY_JOB, LOG, MAY_CALL, Role, SigningKey, new_key
 from swift_ft.tools.credentials import CertificateAuthority
 from tests.unit.security.world import RANK, Keys, documented_roles

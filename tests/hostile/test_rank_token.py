@@ -11,8 +11,8 @@ import pytest
 
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft._pb import coordinator_pb2_grpc as pb_grpc
+from swift_ft.coordinator_client import make_member
 from swift_ft.log.protocol import code_of, message_of, reason_of
-from swift_ft.rpc.client import make_member
 from tests.hostile.world import BOUND_S
 from tests.integration.coordinator_world import Coordinator
 

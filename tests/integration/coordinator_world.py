@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.coordinator_client import CoordinatorClient, make_member
 from swift_ft.errors import Fenced, ServiceError
-from swift_ft.rpc.client import CoordinatorClient, make_member
 from tests.integration.logserver_world import Service
 
 CONFIG = {"seed": "7"}

@@ -18,8 +18,8 @@ import psutil
 from swift_ft import events
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft._pb import coordinator_pb2_grpc as pb_grpc
+from swift_ft.coordinator_messages import whole
 from swift_ft.launch.standalone import free_port
-from swift_ft.rpc.views import whole
 from swift_ft_services.coordinator.commands import Refusal
 from swift_ft_services.coordinator.driver import Meetings
 from swift_ft_services.coordinator.timeouts import Timing

@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from swift_ft.coordinator_client import CoordinatorClient
 from swift_ft.errors import SwiftError
 from swift_ft.log import admin
 from swift_ft.log.reader import LogReader, StreamCursor
 from swift_ft.log.record import RecordKey
-from swift_ft.rpc.client import CoordinatorClient
 from tests.integration.coordinator_world import FakeMember
 from tests.log_client import LogWriter
 

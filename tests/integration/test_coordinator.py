@@ -12,8 +12,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.coordinator_client import CoordinatorClient
 from swift_ft.errors import UnknownJob, UsageError
-from swift_ft.rpc.client import CoordinatorClient
 from tests.integration.coordinator_world import Job, finish, recovered
 from tests.integration.logserver_world import REPOSITORY
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.coordinator_client import CoordinatorClient
 from swift_ft.errors import ServiceError, UnknownJob
 from swift_ft.lab.drill.cluster import COORDINATOR, JOB
-from swift_ft.rpc.client import CoordinatorClient
 from tests.integration.forked import ForkedCluster
 from tests.integration.trainer_world import run_trainer
 

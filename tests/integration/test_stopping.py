@@ -19,10 +19,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from swift_ft import events
 from swift_ft._pb import coordinator_pb2, coordinator_pb2_grpc, log_pb2
+from swift_ft.coordinator_client import make_member
 from swift_ft.log import admin
 from swift_ft.log.protocol import SERVICE, code_of, method, open_channel
 from swift_ft.log.record import RecordKey
-from swift_ft.rpc.client import make_member
 from tests.integration.coordinator_world import Coordinator
 from tests.integration.logserver_world import JOB, REPOSITORY, TIMEOUT_S, LogServer
 from tests.log_client import LogWriter

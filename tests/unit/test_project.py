@@ -56,7 +56,8 @@ def test_torch_comes_with_the_session_only() -> None:
     "modules",
     [
         "swift_ft_services.logserver.__main__, swift_ft_services.coordinator.__main__",
-        "swift_ft.log.sidecar_client, swift_ft.log.reader, swift_ft.log.admin, swift_ft.rpc.client, swift_ft.planner",
+        "swift_ft.log.sidecar_client, swift_ft.log.reader, swift_ft.log.admin",
+        "swift_ft.coordinator_client, swift_ft.planner",
         "swift_ft.tools.inspect",
         # The drill's own process: it starts everything else and must come up, and answer, at once.
         "swift_ft.lab.drill.command, swift_ft.lab.drill.report, swift_ft.lab.drill.cluster",
@@ -74,7 +75,8 @@ def test_no_torch_here(modules: str) -> None:
     "modules",
     [
         "swift_ft_services.logserver.__main__, swift_ft_services.coordinator.__main__",
-        "swift_ft.log.sidecar_client, swift_ft.log.reader, swift_ft.log.admin, swift_ft.rpc.client, swift_ft.cli",
+        "swift_ft.log.sidecar_client, swift_ft.log.reader, swift_ft.log.admin",
+        "swift_ft.coordinator_client, swift_ft.cli",
     ],
 )
 def test_cryptography_comes_with_tokens_and_certificates_only(modules: str) -> None:

@@ -23,8 +23,8 @@ from dataclasses import replace
 from typing import Literal
 
 from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.coordinator_messages import optional
 from swift_ft.planner import Plan
-from swift_ft.rpc.codec import optional
 from swift_ft_services.coordinator.checks import check_holder
 from swift_ft_services.coordinator.job_record import JobRow
 from swift_ft_services.coordinator.liveness import StepClock

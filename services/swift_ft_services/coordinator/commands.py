@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.coordinator_messages import CALLS
 from swift_ft.planner import StreamSummary
-from swift_ft.rpc.codec import CALLS
 from swift_ft_services.coordinator.job_record import Origin, State
 
 # --- commands ---

@@ -23,8 +23,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.coordinator_messages import optional
 from swift_ft.planner import HeldSnapshot, Report
-from swift_ft.rpc.codec import optional
 from swift_ft_services.coordinator import checkpoints, endings, planning, restarts
 from swift_ft_services.coordinator import commands as m
 from swift_ft_services.coordinator.checks import (

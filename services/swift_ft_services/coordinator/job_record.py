@@ -22,8 +22,8 @@ from google.protobuf.message import Message
 
 from swift_ft import events
 from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.coordinator_messages import as_json
 from swift_ft.planner import Plan, Refusals, Report
-from swift_ft.rpc.codec import as_json
 
 # Table: a dict that records which of its entries have changed.
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from swift_ft import events
 from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.coordinator_messages import optional
 from swift_ft.metrics import (
     COUNTER,
     DURATION_S,
@@ -23,7 +24,6 @@ from swift_ft.metrics import (
     Samples,
     Value,
 )
-from swift_ft.rpc.codec import optional
 from swift_ft_services.coordinator import commands as m
 from swift_ft_services.coordinator.job import Job
 from swift_ft_services.coordinator.job_record import JobRow, State

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.coordinator_messages import as_json
 from swift_ft.planner import (
     SETTINGS,
     Assignment,
@@ -24,7 +25,6 @@ from swift_ft.planner import (
     worth_waiting_s,
 )
 from swift_ft.planner.strategies import refused_with
-from swift_ft.rpc.codec import as_json
 from swift_ft_services.coordinator.job_record import LACKS, JobRow, State, count_of, replicas_of
 
 # Vacant slots under a strategy that shrinks the world: the holder was lost, and the others continue without it.

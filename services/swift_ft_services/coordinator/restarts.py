@@ -15,9 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.coordinator_messages import ADOPTED, STARTED_AGAIN, optional
 from swift_ft.planner import Refusals
-from swift_ft.rpc.codec import optional
-from swift_ft.rpc.views import ADOPTED, STARTED_AGAIN
 from swift_ft_services.coordinator import planning
 from swift_ft_services.coordinator.commands import Fenced, Invalid, Mismatch
 from swift_ft_services.coordinator.endings import RUNS_KEPT

@@ -10,11 +10,10 @@ from google.protobuf.message import Message
 
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft._pb import coordinator_pb2_grpc as pb_grpc
+from swift_ft.coordinator_messages import between, check_measured, of_view, whole
 from swift_ft.errors import UsageError
 from swift_ft.log.protocol import REASON_KEY, Reason
 from swift_ft.log.record import STEP_MAX
-from swift_ft.rpc import views
-from swift_ft.rpc.codec import check_measured, of_view
 from swift_ft.text import WORLD_SIZE_MAX, check_name, text_of
 from swift_ft_services.coordinator import commands as m
 from swift_ft_services.coordinator.commands import Fenced, Invalid, Mismatch, Taken
@@ -41,9 +40,9 @@ class Updates:
         key = (0 if known is None else known.revision, reads_log)
         if key not in made.updates:
             made.updates[key] = (
-                views.whole(view, reads_log=reads_log)
+                whole(view, reads_log=reads_log)
                 if known is None
-                else views.between(known, view, reads_log=reads_log)
+                else between(known, view, reads_log=reads_log)
             )
         return made.updates[key]
 

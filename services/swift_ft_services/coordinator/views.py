@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from itertools import islice
 
 from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.coordinator_messages import encoded
 from swift_ft.log.reader import lost_copy
 from swift_ft.log.record import STEP_MAX
-from swift_ft.rpc.codec import encoded
 from swift_ft_services.coordinator.communicators import lost_slots
 from swift_ft_services.coordinator.job import Job
 from swift_ft_services.coordinator.job_record import Holder, JobRow, State

@@ -1166,7 +1166,7 @@ Global___WatchRequest: _TypeAlias = WatchRequest  # noqa: Y015
 
 @_typing.final
 class ViewUpdate(_message.Message):
-    """A View, as far as it is not known from the one before in the stream. `swift_ft.rpc.views` puts it together."""
+    """A View, as far as it is not known from the one before in the stream (`swift_ft.coordinator_messages.applied`)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

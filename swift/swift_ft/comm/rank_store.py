@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from swift_ft._pb import coordinator_pb2 as pb
-from swift_ft.rpc.client import CoordinatorClient, Unanswered
+from swift_ft.coordinator_client import CoordinatorClient, Unanswered
 from swift_ft.text import LASTING_KEYS, listed, whole_number
 
 _WAIT_S = 1.0

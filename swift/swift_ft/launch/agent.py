@@ -22,6 +22,16 @@ from pathlib import Path
 
 from swift_ft import events
 from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.coordinator_messages import (
+    ADOPTED,
+    OVER,
+    STARTED_AGAIN,
+    end_words,
+    has_left_forming,
+    inexact_words,
+    of_view,
+    state_name,
+)
 from swift_ft.launch.children import Child, Nursery, SignalGate, Signalled, StartFailed
 from swift_ft.launch.command import LaunchPlan
 from swift_ft.launch.death import MemoryKills
@@ -50,16 +60,6 @@ from swift_ft.launch.spares import Rehearsals, Spares
 from swift_ft.launch.together import Together
 from swift_ft.launch.worker import Program
 from swift_ft.log.memory import available_memory
-from swift_ft.rpc.codec import of_view
-from swift_ft.rpc.views import (
-    ADOPTED,
-    OVER,
-    STARTED_AGAIN,
-    end_words,
-    has_left_forming,
-    inexact_words,
-    state_name,
-)
 from swift_ft.text import listed
 from swift_ft.text import tell as say
 

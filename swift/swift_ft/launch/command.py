@@ -52,7 +52,7 @@ LAST_CHECKPOINT_S_DEFAULT = 15.0
 PRELOAD_DEFAULT = (
     "torch,torch.distributed,torch.distributed.pipelining,torch.distributed.checkpoint,"
     "torch.utils.serialization.config,fsspec.core,grpc,grpc._channel,grpc.experimental,"
-    "swift_ft.rpc.client,swift_ft.train.session,swift_ft.comm.gloo"
+    "swift_ft.coordinator_client,swift_ft.train.session,swift_ft.comm.gloo"
 )
 
 

@@ -15,7 +15,7 @@ from swift_ft.errors import SwiftError
 from swift_ft.text import tell
 
 if TYPE_CHECKING:
-    from swift_ft.rpc.client import CoordinatorClient
+    from swift_ft.coordinator_client import CoordinatorClient
 
 
 DRAIN_S = 5.0
@@ -87,7 +87,7 @@ class CoordinatorLink:
 
     def _run(self) -> None:
         # Imported in this thread, in parallel to the main thread, because grpc takes long to import.
-        from swift_ft.rpc.client import CoordinatorClient
+        from swift_ft.coordinator_client import CoordinatorClient
 
         try:
             client = CoordinatorClient(self._address, self._job, tell=self._say)
@@ -102,7 +102,7 @@ class CoordinatorLink:
                 self._answered += 1
 
     def _make(self, call: "Callable[[CoordinatorClient], object]", client: "CoordinatorClient") -> None:
-        from swift_ft.rpc.client import Unanswered
+        from swift_ft.coordinator_client import Unanswered
 
         while not self._closing:
             try:

@@ -26,7 +26,7 @@ from swift_ft.launch.ranks import MachinePlace, RankProgram
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    from swift_ft.rpc.client import CoordinatorClient
+    from swift_ft.coordinator_client import CoordinatorClient
 
 
 # Numbers of machines, and the store for trainers that want one: for one machine, and for several with numbers.
@@ -246,7 +246,7 @@ class MetRendezvous(Rendezvous):
             return self._newest
 
     def _keep_meeting(self) -> None:
-        from swift_ft.rpc.client import CoordinatorClient  # here, because grpc takes long to import
+        from swift_ft.coordinator_client import CoordinatorClient  # here, because grpc takes long to import
 
         try:
             client = CoordinatorClient(self._job.coordinator, self._job.name)

@@ -1,7 +1,7 @@
 """The decision: how every rank gets to the target version. Nobody changes it.
 
-`plan()` creates it, `swift_ft.rpc.codec` encodes it for the wire, and ranks carry it out. Everything that follows from
-a plan is a property here, so that no other module derives it again.
+`plan()` creates it, `swift_ft.coordinator_messages` encodes it for the wire, and ranks carry it out. Everything that
+follows from a plan is a property here, so that no other module derives it again.
 """
 
 from collections.abc import Mapping

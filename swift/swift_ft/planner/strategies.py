@@ -20,9 +20,9 @@ carry strategies out through `swift_ft.train.strategies.TABLE`, which has the sa
    `tests/golden/coordinator`; a drill. Docs: `docs/protocol.md`, and `docs/faults.md` if it has new faults.
 
 A strategy that gets a rank to a version by itself, or by a copy, needs no change in `plan()`, in the codec
-(`swift/swift_ft/rpc/codec.py`) or in the engine. A strategy that needs more from a rank's report adds a field to
-`Report` and to its message. One in which all go back in another way needs a case in `plan()` (see `Snapshot`), and one
-that finishes a step in another way takes part in it (`LossyForward`, `swift/swift_ft/train/lossy.py`).
+(`swift/swift_ft/coordinator_messages.py`) or in the engine. A strategy that needs more from a rank's report adds a
+field to `Report` and to its message. One in which all go back in another way needs a case in `plan()` (see `Snapshot`),
+and one that finishes a step in another way takes part in it (`LossyForward`, `swift/swift_ft/train/lossy.py`).
 """
 
 import enum

@@ -13,11 +13,10 @@ from typing import Any
 
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.cli_parser import Parser, argument, command
+from swift_ft.coordinator_client import CoordinatorClient
+from swift_ft.coordinator_messages import OVER, as_json, inexact_words, rehearsal_words, state_name
 from swift_ft.errors import UsageError
 from swift_ft.log.placement import parse_server
-from swift_ft.rpc.client import CoordinatorClient
-from swift_ft.rpc.codec import as_json
-from swift_ft.rpc.views import OVER, inexact_words, rehearsal_words, state_name
 from swift_ft.text import job_called, listed, show, table, tell, time_words
 
 PATIENCE_S = 10.0

@@ -16,8 +16,8 @@ from urllib.parse import quote, unquote, urlsplit
 
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.cli_parser import Parser, argument, command, host_and_port, is_loopback
+from swift_ft.coordinator_client import CoordinatorClient
 from swift_ft.errors import ServiceError, SwiftError, UsageError
-from swift_ft.rpc.client import CoordinatorClient
 from swift_ft.text import one_line, tell
 from swift_ft.tools.status import add_coordinator, event_lines, job_lines, lines, log_lines
 

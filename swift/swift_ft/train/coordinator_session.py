@@ -16,8 +16,8 @@ from typing import Any
 from swift_ft import events
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.comm.process_groups import Interrupted
+from swift_ft.coordinator_client import CoordinatorClient, Unanswered
 from swift_ft.errors import Fenced, JobFailed, ServiceError, SwiftError, UnknownJob, UsageError
-from swift_ft.rpc.client import CoordinatorClient, Unanswered
 from swift_ft.state import complete_mark
 from swift_ft.state.checkpoint_place import Place
 

@@ -25,8 +25,8 @@ from dataclasses import asdict
 
 from swift_ft import events, reinitialization
 from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.coordinator_messages import PublishedPlan
 from swift_ft.errors import Fenced, JobFailed, ReplayRefused, ServiceError, UsageError
-from swift_ft.rpc.codec import PublishedPlan
 from swift_ft.state import complete_mark
 from swift_ft.state.checkpoint_store import CheckpointStore
 from swift_ft.train.checkpointing import Saving

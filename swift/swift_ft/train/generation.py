@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.comm.process_groups import Interrupted
+from swift_ft.coordinator_messages import PublishedPlan, of_view
 from swift_ft.errors import LogInterrupted
 from swift_ft.planner import Assignment
-from swift_ft.rpc.codec import PublishedPlan, of_view
 from swift_ft.train.coordinator_session import is_filled
 from swift_ft.train.failures import Failures
 from swift_ft.train.log_session import OwnLog

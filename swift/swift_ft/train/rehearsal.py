@@ -23,12 +23,12 @@ from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.comm.backend import Rehearsed
 from swift_ft.comm.process_groups import Interrupted
 from swift_ft.comm.rank_store import ListeningStore
+from swift_ft.coordinator_client import CoordinatorClient
 from swift_ft.device import accelerator_in_use
 from swift_ft.errors import RecordTrimmed, ReplayRefused, SwiftError, UsageError
 from swift_ft.log.reader import LogReader
 from swift_ft.log.record import RecordKey, collectives, messages, results, transcripts
 from swift_ft.planner.groups import RecoveryGroups
-from swift_ft.rpc.client import CoordinatorClient
 from swift_ft.state.digests import digests
 from swift_ft.state.tensors import to_tensor
 from swift_ft.state.transfer import local

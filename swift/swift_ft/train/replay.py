@@ -23,6 +23,7 @@ import torch
 
 from swift_ft import events
 from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.coordinator_messages import PublishedPlan
 from swift_ft.errors import (
     LogInterrupted,
     LogUnavailable,
@@ -36,7 +37,6 @@ from swift_ft.log.reader import Holdings, LogReader
 from swift_ft.log.record import KINDS, RecordKey, Steps, collectives, declared, mark
 from swift_ft.log.sidecar_client import SidecarWriter
 from swift_ft.planner import Help, Plan
-from swift_ft.rpc.codec import PublishedPlan
 from swift_ft.train.coordinator_session import Member
 from swift_ft.train.log_session import FLUSH_TIMEOUT_S, log_totals
 from swift_ft.train.participants import Copied, Site

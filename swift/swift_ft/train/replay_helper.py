@@ -15,13 +15,13 @@ import torch
 from swift_ft import events, torch_private
 from swift_ft.comm.process_groups import Interrupted
 from swift_ft.comm.worker_thread import Broken
+from swift_ft.coordinator_messages import PublishedPlan
 from swift_ft.errors import Divergence, RecordMissing, ReplayRefused, SwiftError
 from swift_ft.log.memory import available_memory
 from swift_ft.log.reader import LogReader, ReadFilter
 from swift_ft.log.record import RecordKey, digest_of
 from swift_ft.log.sender import differs_words
 from swift_ft.planner.schedule import BACKWARD_WEIGHT
-from swift_ft.rpc.codec import PublishedPlan
 from swift_ft.state.digests import digest_of as digest_of_state
 from swift_ft.state.rng import kept
 from swift_ft.state.tensors import byte_view, dtype_name, plain

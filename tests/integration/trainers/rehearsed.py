@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import ScheduleGPipe
 
 import swift_ft
-from swift_ft.rpc.client import CoordinatorClient
+from swift_ft.coordinator_client import CoordinatorClient
 from swift_ft.tools import status
 
 LAYOUT, KIND, STEPS = sys.argv[1], sys.argv[2], int(sys.argv[3])

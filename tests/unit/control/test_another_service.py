@@ -8,10 +8,10 @@ from contextlib import contextmanager
 import grpc
 import pytest
 
+from swift_ft.coordinator_client import CoordinatorClient
 from swift_ft.errors import UsageError
 from swift_ft.log import admin
 from swift_ft.metrics import GAUGE, Exposition, Family, plain
-from swift_ft.rpc.client import CoordinatorClient
 from swift_ft.tools import doctor
 from swift_ft_services.health import Health
 

@@ -13,10 +13,10 @@ import pytest
 
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft._pb import coordinator_pb2_grpc as pb_grpc
+from swift_ft.coordinator_client import CoordinatorClient, make_member, newer
+from swift_ft.coordinator_messages import whole
 from swift_ft.errors import AccessDenied, Fenced, JoinRefused, ServiceError, UnknownJob, UsageError
 from swift_ft.launch.standalone import free_port
-from swift_ft.rpc.client import CoordinatorClient, make_member
-from swift_ft.rpc.views import newer, whole
 
 
 class Scripted:
@@ -101,8 +101,8 @@ def test_a_limit_of_the_coordinator_does_not_end_a_job_that_runs(
 ) -> None:
     """More calls a second than it takes, say: it is asked again. Whoever is not in the job yet soon hears why."""
     limit = grpc.StatusCode.RESOURCE_EXHAUSTED
-    monkeypatch.setattr("swift_ft.rpc.client.LIMIT_PAUSE_S", 0.01)
-    monkeypatch.setattr("swift_ft.rpc.client.LIMIT_PATIENCE_S", 0.05)
+    monkeypatch.setattr("swift_ft.coordinator_client.LIMIT_PAUSE_S", 0.01)
+    monkeypatch.setattr("swift_ft.coordinator_client.LIMIT_PATIENCE_S", 0.05)
     served.scripted.script = [*[limit] * 20, pb.Ack()]
     client.call(pb.ReadyRequest(generation=3, version=7))
     assert len(served.scripted.requests) == 21

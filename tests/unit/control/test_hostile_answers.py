@@ -14,8 +14,8 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from swift_ft._pb import coordinator_pb2, log_pb2
+from swift_ft.coordinator_client import CoordinatorClient
 from swift_ft.log import admin
-from swift_ft.rpc.client import CoordinatorClient
 from swift_ft.tools import inspect, status
 from tests.descriptors import is_repeated
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from swift_ft._pb import coordinator_pb2 as pb
-from swift_ft.rpc.client import CoordinatorClient
+from swift_ft.coordinator_client import CoordinatorClient
 from swift_ft.tools import status
 
 RUNS = pb.JobSummary(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from swift_ft._pb import coordinator_pb2 as pb
-from swift_ft.rpc.codec import check_measured
+from swift_ft.coordinator_messages import check_measured
 
 STAGE = pb.StageMeasured(stage=1, forward_s=0.1, backward_s=0.2, sent=(pb.Sent(destination=2, bytes=7),))
 ONE = pb.RankMeasured(step=9, steps=4, microbatches=4, step_s=2.0, update_s=0.1, stages=(STAGE,))

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 
 from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.coordinator_messages import PublishedPlan, decoded, encoded, of_view
 from swift_ft.errors import ServiceError
 from swift_ft.planner import Help, Plan, Prediction, RankPlan, Strategy
-from swift_ft.rpc.codec import PublishedPlan, decoded, encoded, of_view
 
 ranks = st.integers(0, 2**31 - 1)
 versions = st.integers(0, 2**64 - 1)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from swift_ft._pb import coordinator_pb2 as pb
-from swift_ft.rpc.views import end_words, rehearsal_words
+from swift_ft.coordinator_messages import end_words, rehearsal_words
 
 
 def rehearsal(rank: int, **known: Any) -> pb.Rehearsal:

@@ -11,7 +11,7 @@ from torch.distributed import DistNetworkError, DistStoreError
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.comm import rank_store
 from swift_ft.comm.rank_store import CoordinatorStore, Known
-from swift_ft.rpc.client import CoordinatorClient
+from swift_ft.coordinator_client import CoordinatorClient
 from swift_ft_services.coordinator.driver import Sharing
 
 TIMEOUT = timedelta(seconds=10)

@@ -6,8 +6,8 @@ import time
 import pytest
 
 from swift_ft._pb import coordinator_pb2 as pb
-from swift_ft.rpc.client import CoordinatorClient
-from swift_ft.rpc.codec import as_json
+from swift_ft.coordinator_client import CoordinatorClient
+from swift_ft.coordinator_messages import as_json
 from swift_ft.tools import status
 from swift_ft.tools import status as asking
 

@@ -3,8 +3,8 @@
 from typing import Any
 
 from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.coordinator_messages import end_words
 from swift_ft.launch.agent import LATE_S, Told
-from swift_ft.rpc.views import end_words
 
 
 def waiting(words: str, state: pb.State = pb.FENCING) -> pb.View:

@@ -3,7 +3,7 @@
 import pytest
 
 from swift_ft._pb import coordinator_pb2 as pb
-from swift_ft.rpc.views import applied, between, whole
+from swift_ft.coordinator_messages import applied, between, whole
 from swift_ft.text import WORLD_SIZE_MAX
 
 RANKS = 1024

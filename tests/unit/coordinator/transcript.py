@@ -33,8 +33,8 @@ import shlex
 from typing import Any
 
 from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.coordinator_messages import applied, between, rehearsal_words, whole
 from swift_ft.planner import StreamSummary
-from swift_ft.rpc.views import applied, between, rehearsal_words, whole
 from swift_ft_services.coordinator import commands as m
 from swift_ft_services.coordinator.commands import Refusal
 from swift_ft_services.coordinator.job import Job

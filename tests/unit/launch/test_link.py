@@ -6,11 +6,11 @@ import time
 
 import pytest
 
+from swift_ft import coordinator_client as client
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.launch import link as launcher_link
 from swift_ft.launch.link import CoordinatorLink
 from swift_ft.launch.standalone import free_port
-from swift_ft.rpc import client
 from tests.unit.control.test_client import Served
 from tests.unit.log.service import eventually
 

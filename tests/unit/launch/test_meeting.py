@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from swift_ft import coordinator_client as client
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.errors import AccessDenied, ServiceError, SwiftError, UsageError
 from swift_ft.launch.ranks import RankProgram
 from swift_ft.launch.rendezvous import MetRendezvous, NotNeeded, Terms
-from swift_ft.rpc import client
 
 MACHINES = [
     pb.Machine(address="a01", port=7, ranks=2),

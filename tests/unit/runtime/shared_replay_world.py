@@ -17,11 +17,11 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleDualPipeV, Schedu
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from swift_ft import torch_private
+from swift_ft.coordinator_messages import PublishedPlan
 from swift_ft.errors import RecordMissing
 from swift_ft.log.reader import ReadFilter
 from swift_ft.log.record import Record, RecordKey, digest_of
 from swift_ft.planner import Help, Plan
-from swift_ft.rpc.codec import PublishedPlan
 from swift_ft.state.tensors import same_bits
 from swift_ft.train import replay_helper
 from swift_ft.train.boundary_log import Channel, Shapes

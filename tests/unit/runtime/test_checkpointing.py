@@ -9,8 +9,8 @@ import pytest
 
 from swift_ft import events
 from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.coordinator_client import Unanswered
 from swift_ft.errors import Fenced, ServiceError, SwiftError, UsageError
-from swift_ft.rpc.client import Unanswered
 from swift_ft.state import checkpoint_store
 from swift_ft.state.checkpoint_store import CheckpointStore, Saved, Unsaved
 from swift_ft.train.checkpointing import Saving

@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 
 from swift_ft._pb import coordinator_pb2 as pb
-from swift_ft.rpc.codec import optional
+from swift_ft.coordinator_messages import optional
 from swift_ft.train.config import SessionConfig
 from swift_ft.train.step import Ending
 from tests.unit.runtime.wired import site_of, step_of

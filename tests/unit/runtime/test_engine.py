@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.coordinator_messages import PublishedPlan
 from swift_ft.errors import (
     Divergence,
     Fenced,
@@ -18,7 +19,6 @@ from swift_ft.errors import (
     UsageError,
 )
 from swift_ft.planner import Plan, RankPlan, Strategy
-from swift_ft.rpc.codec import PublishedPlan
 from swift_ft.train.config import SessionConfig
 from swift_ft.train.coordinator_session import Member, own_servers
 from swift_ft.train.engine import Engine

@@ -7,6 +7,7 @@ import pytest
 
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.comm.process_groups import Interrupted
+from swift_ft.coordinator_messages import PublishedPlan
 from swift_ft.errors import (
     LogInterrupted,
     LogUnavailable,
@@ -19,7 +20,6 @@ from swift_ft.errors import (
 from swift_ft.log.reader import Holdings
 from swift_ft.log.record import RecordKey, Steps, mark
 from swift_ft.planner import Plan, RankPlan, Strategy
-from swift_ft.rpc.codec import PublishedPlan
 from swift_ft.train import replay, strategies
 from swift_ft.train.config import SessionConfig
 from swift_ft.train.replay import Restorer

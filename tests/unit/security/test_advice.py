@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from swift_ft import credentials
+from swift_ft.coordinator_client import CoordinatorClient
 from swift_ft.credentials import ENV_CA, advice
 from swift_ft.errors import ServiceError
-from swift_ft.rpc.client import CoordinatorClient
 from swift_ft.tools import doctor, inspect, status
 from swift_ft.tools.credentials import CertificateAuthority
 from tests.health_probe import check_service

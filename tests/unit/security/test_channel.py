@@ -8,6 +8,7 @@ import pytest
 from swift_ft import credentials as channels
 from swift_ft import events
 from swift_ft._pb import log_pb2
+from swift_ft.coordinator_client import CoordinatorClient
 from swift_ft.credentials import (
     ENV_CA,
     ENV_CERTIFICATE,
@@ -20,7 +21,6 @@ from swift_ft.credentials import (
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.log import admin
 from swift_ft.log.protocol import method
-from swift_ft.rpc.client import CoordinatorClient
 from swift_ft.tokens import Role, write_file
 from swift_ft.tools.credentials import CertificateAuthority
 from swift_ft_services.program import Protection

@@ -38,11 +38,11 @@ import grpc
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft._pb import coordinator_pb2_grpc as pb_grpc
 from swift_ft.cli_parser import Parser
+from swift_ft.coordinator_client import ATTEMPT_TIMEOUT_S, CHANNEL_OPTIONS, RETRY_PAUSE_S
 from swift_ft.credentials import CONNECTING
 from swift_ft.errors import UsageError
 from swift_ft.lab.bench import output
 from swift_ft.lab.bench.output import Worker
-from swift_ft.rpc.client import ATTEMPT_TIMEOUT_S, CHANNEL_OPTIONS, RETRY_PAUSE_S
 from swift_ft.text import show, table, whole_number
 
 REPLICAS = 8

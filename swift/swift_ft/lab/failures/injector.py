@@ -47,8 +47,8 @@ from swift_ft.text import scheme_of, tell
 
 if TYPE_CHECKING:
     from swift_ft._pb import coordinator_pb2 as pb
+    from swift_ft.coordinator_client import CoordinatorClient
     from swift_ft.launch.ranks import LaunchSettings
-    from swift_ft.rpc.client import CoordinatorClient
 
 
 # Injects the failures that a rank cannot do to itself, on threads of the launcher parallel to its loop.
@@ -348,7 +348,7 @@ class Injector:
 
     def _status(self) -> "pb.StatusReply":
         """Queries the coordinator's status. Raises ServiceError or UsageError."""
-        from swift_ft.rpc.client import CoordinatorClient
+        from swift_ft.coordinator_client import CoordinatorClient
 
         with self._client_lock:
             if self._client is None:

@@ -6,10 +6,10 @@ from itertools import groupby
 from statistics import median
 
 from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.coordinator_client import CoordinatorClient
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.lab.plan.profile import COPIES_MAX, RATE_MAX, Profile
 from swift_ft.planner import Assignment
-from swift_ft.rpc.client import CoordinatorClient
 from swift_ft.text import tell
 from swift_ft.tools.status import PATIENCE_S
 

@@ -1,17 +1,174 @@
-"""The coordinator's View of a job: differences between Views, a watcher of the newest, and human-readable text."""
+"""The coordinator's messages: plans, measurements, Views and their differences; as JSON, and as text for people.
 
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, cast
+In the JSON, numbers are numbers and every field is present. protobuf's own JSON omits fields that are zero and writes
+64-bit integers as strings.
+"""
 
-import grpc
+import math
+from collections.abc import Iterable, Iterator, Mapping, MutableSequence, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.message import Message
 
 from swift_ft._pb import coordinator_pb2 as pb
-from swift_ft._pb import coordinator_pb2_grpc as pb_grpc
-from swift_ft.credentials import AWAY, advice
 from swift_ft.errors import ServiceError
-from swift_ft.text import WORLD_SIZE_MAX, one_line
+from swift_ft.planner import Plan, RankPlan, Strategy
+from swift_ft.text import WORLD_SIZE_MAX
+
+CALLS: Mapping[str, str] = {
+    method.input_type.name: method.name for method in pb.DESCRIPTOR.services_by_name["Coordinator"].methods
+}
+"""Name of each request -> the call that takes it."""
+
+# A plan on its way from the coordinator to the ranks.
+#
+# (coordinator) ``encoded`` → `View.plan` → (rank) ``of_view``, once, when it enters the plan's generation. The
+# coordinator reads its stored plan in the same way.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PublishedPlan:
+    """A plan that the ranks of a generation carry out."""
+
+    generation: int
+    plan: Plan
+    sources: Mapping[str, tuple[str, ...]]
+    """Stream -> the log servers to read it from, the best first. Empty: the plan does not read the log."""
+
+
+def encoded(plan: Plan, generation: int, sources: Mapping[str, Sequence[str]]) -> pb.Plan:
+    """Returns the message for a plan. `sources`: the log servers to read each stream from. Inverse: `decoded`."""
+    return pb.Plan(
+        generation=generation,
+        target_version=plan.target_version,
+        ranks=[
+            pb.RankPlan(
+                rank=r.rank,
+                strategy=pb.Strategy.Value(r.strategy),
+                from_version=r.from_version,
+                reason=r.reason,
+                sources=r.sources,
+            )
+            for r in plan.ranks
+        ],
+        collective_source=plan.collective_source,
+        reason=plan.reason,
+        exact=plan.exact,
+        sources=[
+            pb.StreamSources(stream=stream, servers=servers) for stream, servers in sorted(sources.items())
+        ],
+        help=plan.help,
+        predictions=plan.predictions,
+    )
+
+
+def decoded(message: pb.Plan) -> PublishedPlan:
+    """Returns the plan of a message. Raises ServiceError if it names an unknown strategy: the coordinator is newer."""
+    plan = Plan(
+        target_version=message.target_version,
+        ranks=tuple(
+            RankPlan(
+                rank=r.rank,
+                strategy=_strategy(r.strategy),
+                from_version=r.from_version,
+                reason=r.reason,
+                sources=tuple(r.sources),
+            )
+            for r in message.ranks
+        ),
+        collective_source=message.collective_source,
+        reason=message.reason,
+        exact=message.exact,
+        help=tuple(message.help),
+        predictions=tuple(message.predictions),
+    )
+    sources = {entry.stream: tuple(entry.servers) for entry in message.sources}
+    return PublishedPlan(generation=message.generation, plan=plan, sources=sources)
+
+
+def of_view(view: pb.View) -> PublishedPlan | None:
+    """Returns the plan of the View's generation, or None if there is none. Raises ServiceError as `decoded`."""
+    return decoded(view.plan) if view.HasField("plan") else None
+
+
+def _strategy(number: int) -> Strategy:
+    known = pb.Strategy.DESCRIPTOR.values_by_number.get(number)
+    if known is None or known.name not in Strategy.__members__:
+        raise ServiceError(
+            f"the plan has a strategy of number {number}, which is not known here: the coordinator is of another "
+            "version; install the same swift-ft everywhere"
+        )
+    return Strategy[known.name]
+
+
+_STAGES_MAX, _DESTINATIONS_MAX = 64, 16
+"""Limits of stages that one rank runs, and of those that one stage sends to."""
+
+
+def check_measured(measured: pb.RankMeasured) -> None:
+    """Raises ValueError if a value of a rank's measurements is out of its range."""
+    if measured.steps < 1:
+        raise ValueError("steps is 0: nothing was measured")
+    if len(measured.stages) > _STAGES_MAX:
+        raise ValueError(f"{len(measured.stages)} stages: a rank runs at most {_STAGES_MAX}")
+    indices = [stage.stage for stage in measured.stages]
+    if indices != sorted(set(indices)):
+        raise ValueError(f"stages must ascend: {indices}")
+    for stage in measured.stages:
+        if len(stage.sent) > _DESTINATIONS_MAX:
+            raise ValueError(
+                f"stage {stage.stage} sends to {len(stage.sent)} stages: at most {_DESTINATIONS_MAX}"
+            )
+        if len({sent.destination for sent in stage.sent}) < len(stage.sent):
+            raise ValueError(f"stage {stage.stage} names a destination twice")
+    for message in (measured, *measured.stages, *(sent for stage in measured.stages for sent in stage.sent)):
+        for field, value in message.ListFields():
+            most = _most(field.name)
+            if type(value) in (int, float) and not 0 <= value <= most:
+                raise ValueError(f"{field.name} is {value}: must be from 0 to {most:g}")
+
+
+def _most(name: str) -> float:
+    if name in ("stage", "destination"):
+        return 1 << 20
+    if name.endswith("_per_s"):
+        return 1e18
+    return 1e9 if name.endswith("_s") else 1 << 62
+
+
+def optional(message: Message, name: str) -> Any:
+    """Returns the value of an optional field; None if it is not set."""
+    return getattr(message, name) if message.HasField(name) else None
+
+
+def as_json(message: Message) -> dict[str, Any]:
+    """Returns a dict by field names as in the .proto. Enums are names (numbers if only a newer service knows them), map
+    keys are strings. None stands for an unset optional field and for a number that is not finite."""
+    return {field.name: _field(message, field) for field in message.DESCRIPTOR.fields}
+
+
+def _field(message: Message, field: Any) -> Any:
+    if field.has_presence and not message.HasField(field.name):
+        return None
+    value = getattr(message, field.name)
+    of = field.message_type
+    if of is not None and of.GetOptions().map_entry:
+        to = of.fields_by_name["value"]
+        return {str(key): _value(value[key], to) for key in sorted(value)}
+    if isinstance(value, MutableSequence):
+        return [_value(item, field) for item in value]
+    return _value(value, field)
+
+
+def _value(value: Any, field: Any) -> Any:
+    if field.message_type is not None:
+        return as_json(value)
+    if field.enum_type is not None:
+        known = field.enum_type.values_by_number.get(value)
+        return value if known is None else known.name
+    return value if not isinstance(value, float) or math.isfinite(value) else None
+
 
 # A View as human-readable text, for `swift-ft status` and the launcher's lines.
 
@@ -215,166 +372,3 @@ def _unfolded(planned: Iterable[pb.PlannedRanks]) -> Iterator[pb.RankPlan]:
         own.CopyFrom(plan)
         own.rank = rank
         yield own
-
-
-# Pause between two attempts to reconnect, in addition to the channel's own backoff.
-RECONNECT_PAUSE_S = 0.05
-
-
-def outcome(error: grpc.RpcError) -> tuple[grpc.StatusCode, str]:
-    """Returns code and details of a failed call. A raised RpcError is also a Call, which grpc's types do not show."""
-    call = cast("grpc.Call", error)
-    return call.code(), one_line(call.details() or "")
-
-
-class Line:
-    """State of the connection to the coordinator. Reports each change once, as a human-readable line. Thread-safe."""
-
-    def __init__(self, address: str, tell: Callable[[str], None]) -> None:
-        self._address = address
-        self._tell = tell
-        self._lock = threading.Lock()
-        self._is_down = False
-        self._missed = 0
-        """Calls in a row that were not answered."""
-
-    def went(self, details: str) -> None:
-        """Records that a call was not answered. `details`: grpc's text; its part after the last ": " is the cause. Of
-        several coordinators all but one stand by, so that is reported only once each was asked."""
-        with self._lock:
-            self._missed += 1
-            if self._missed <= self._address.count(","):
-                return
-            news, self._is_down = not self._is_down, True
-        if news:
-            why = details.rpartition(": ")[2].strip() or "no reason given"
-            more = advice(self._address, details or why)
-            why = f"{why}; {more}" if more else why
-            self._tell(f"the coordinator at {self._address} does not answer ({why}): trying again")
-
-    def came(self) -> None:
-        with self._lock:
-            news, self._is_down, self._missed = self._is_down, False, 0
-        if news:
-            self._tell(f"the coordinator at {self._address} answers again")
-
-
-def newer(view: pb.View, than: pb.View | None) -> bool:
-    """Returns whether `view` is newer than `than`, by (generation, revision). Both numbers are durable before a View is
-    published."""
-    return than is None or (view.generation, view.revision) > (than.generation, than.revision)
-
-
-class ViewWatcher:
-    """A daemon thread that follows the View of one job, through restarts of the coordinator, until closed.
-
-    `latest` is the newest View seen. Callbacks run in the watcher's thread, one View at a time and in order;
-    Views may be skipped, but never the newest. A callback must not raise: if it does, the watcher ends and
-    `wait_for` raises ServiceError.
-    """
-
-    def __init__(
-        self,
-        stub: pb_grpc.CoordinatorStub,
-        line: Line,
-        address: str,
-        job: str,
-        *callbacks: Callable[[pb.View], None],
-        rank: int | None = None,
-    ) -> None:
-        """`rank`: the watching rank. It is not sent what only other ranks need. None: an operator or a launcher."""
-        self.latest: pb.View | None = None
-        self._stub = stub
-        self._line = line
-        self._address = address
-        self._job = job
-        self._rank = rank
-        self._callbacks = list(callbacks)
-        self._changed = threading.Condition()
-        self._closed = threading.Event()
-        self._ended = ""  # why the thread has ended
-        self._problem = ""  # why the last attempt failed
-        self._stream: grpc.Call | None = None
-        self._thread = threading.Thread(target=self._run, name=f"view-watcher-{job}", daemon=True)
-        self._thread.start()
-
-    def subscribe(self, callback: Callable[[pb.View], None]) -> None:
-        """Passes every newer View to `callback` from now on. Check `latest` afterwards: a View may already be there."""
-        with self._changed:
-            self._callbacks.append(callback)
-
-    def wait_for(self, predicate: Callable[[pb.View], bool], timeout_s: float | None) -> pb.View:
-        """Returns the first View (the latest included) that satisfies `predicate`. Raises ServiceError after
-        `timeout_s`, or once the watcher has ended."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        with self._changed:
-            while True:
-                if self.latest is not None and predicate(self.latest):
-                    return self.latest
-                if self._ended:
-                    raise ServiceError(self._ended)
-                remaining_s = None if deadline is None else deadline - time.monotonic()
-                if remaining_s is not None and remaining_s <= 0:
-                    raise ServiceError(f"waited {timeout_s:g} s for job {self._job}: {self._where()}")
-                self._changed.wait(remaining_s)
-
-    def close(self) -> None:
-        """Ends the thread and waits for it, unless called from a callback."""
-        self._closed.set()
-        stream = self._stream
-        if stream is not None:
-            stream.cancel()
-        if self._thread is not threading.current_thread():
-            self._thread.join(timeout=5.0)
-
-    def _where(self) -> str:
-        if self.latest is None:
-            return f"no view of it from the coordinator at {self._address} {self._problem}".rstrip()
-        view = self.latest
-        waiting = f", waiting for {view.waiting_for}" if view.waiting_for else ""
-        state = state_name(view.state)
-        return f"{state} in generation {view.generation}{waiting} {self._problem}".rstrip()
-
-    def _run(self) -> None:
-        ended = f"a callback of the watcher of job {self._job} failed"
-        try:
-            while not self._closed.is_set():
-                self._follow()
-                self._closed.wait(RECONNECT_PAUSE_S)
-            ended = f"the watcher of job {self._job} was closed"
-        finally:
-            with self._changed:
-                self._ended = ended
-                self._changed.notify_all()
-
-    def _follow(self) -> None:
-        try:
-            self._stream = self._stub.Watch(pb.WatchRequest(job=self._job, rank=self._rank))
-            if self._closed.is_set():
-                self._stream.cancel()
-            known: pb.View | None = None
-            for update in self._stream:
-                self._problem = ""
-                self._line.came()
-                known = applied(update, known)
-                if known is None:  # a new stream begins with the whole View
-                    self._stream.cancel()
-                    return
-                self._take(known)
-        except grpc.RpcError as error:
-            code, details = outcome(error)
-            self._problem = f"({details})"
-            if code in AWAY and not self._closed.is_set():
-                self._line.went(details)
-        except ValueError:  # grpc's word for a closed channel
-            self._closed.set()
-
-    def _take(self, view: pb.View) -> None:
-        with self._changed:
-            if self._closed.is_set() or not newer(view, self.latest):
-                return
-            self.latest = view
-            callbacks = list(self._callbacks)
-            self._changed.notify_all()
-        for callback in callbacks:
-            callback(view)

@@ -24,13 +24,14 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import grpc
 
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft._pb import coordinator_pb2_grpc as pb_grpc
-from swift_ft.credentials import AWAY, advised, is_another_service, open_channel
+from swift_ft.coordinator_messages import CALLS, applied, state_name
+from swift_ft.credentials import AWAY, advice, advised, is_another_service, open_channel
 from swift_ft.errors import (
     AccessDenied,
     Fenced,
@@ -41,8 +42,7 @@ from swift_ft.errors import (
     UnknownJob,
     UsageError,
 )
-from swift_ft.rpc.codec import CALLS
-from swift_ft.rpc.views import Line, ViewWatcher, outcome
+from swift_ft.text import one_line
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
@@ -68,6 +68,171 @@ CHANNEL_OPTIONS = (
 _RETRIED = (*AWAY, grpc.StatusCode.CANCELLED)
 _TOO_MUCH = grpc.StatusCode.RESOURCE_EXHAUSTED
 _NOT_ALLOWED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+
+
+# A job's View, watched by whoever needs the newest.
+
+
+def outcome(error: grpc.RpcError) -> tuple[grpc.StatusCode, str]:
+    """Returns code and details of a failed call. A raised RpcError is also a Call, which grpc's types do not show."""
+    call = cast("grpc.Call", error)
+    return call.code(), one_line(call.details() or "")
+
+
+class Line:
+    """State of the connection to the coordinator. Reports each change once, as a human-readable line. Thread-safe."""
+
+    def __init__(self, address: str, tell: Callable[[str], None]) -> None:
+        self._address = address
+        self._tell = tell
+        self._lock = threading.Lock()
+        self._is_down = False
+        self._missed = 0
+        """Calls in a row that were not answered."""
+
+    def went(self, details: str) -> None:
+        """Records that a call was not answered. `details`: grpc's text; its part after the last ": " is the cause. Of
+        several coordinators all but one stand by, so that is reported only once each was asked."""
+        with self._lock:
+            self._missed += 1
+            if self._missed <= self._address.count(","):
+                return
+            news, self._is_down = not self._is_down, True
+        if news:
+            why = details.rpartition(": ")[2].strip() or "no reason given"
+            more = advice(self._address, details or why)
+            why = f"{why}; {more}" if more else why
+            self._tell(f"the coordinator at {self._address} does not answer ({why}): trying again")
+
+    def came(self) -> None:
+        with self._lock:
+            news, self._is_down, self._missed = self._is_down, False, 0
+        if news:
+            self._tell(f"the coordinator at {self._address} answers again")
+
+
+def newer(view: pb.View, than: pb.View | None) -> bool:
+    """Returns whether `view` is newer than `than`, by (generation, revision). Both numbers are durable before a View is
+    published."""
+    return than is None or (view.generation, view.revision) > (than.generation, than.revision)
+
+
+class ViewWatcher:
+    """A daemon thread that follows the View of one job, through restarts of the coordinator, until closed.
+
+    `latest` is the newest View seen. Callbacks run in the watcher's thread, one View at a time and in order;
+    Views may be skipped, but never the newest. A callback must not raise: if it does, the watcher ends and
+    `wait_for` raises ServiceError.
+    """
+
+    def __init__(
+        self,
+        stub: pb_grpc.CoordinatorStub,
+        line: Line,
+        address: str,
+        job: str,
+        *callbacks: Callable[[pb.View], None],
+        rank: int | None = None,
+    ) -> None:
+        """`rank`: the watching rank. It is not sent what only other ranks need. None: an operator or a launcher."""
+        self.latest: pb.View | None = None
+        self._stub = stub
+        self._line = line
+        self._address = address
+        self._job = job
+        self._rank = rank
+        self._callbacks = list(callbacks)
+        self._changed = threading.Condition()
+        self._closed = threading.Event()
+        self._ended = ""  # why the thread has ended
+        self._problem = ""  # why the last attempt failed
+        self._stream: grpc.Call | None = None
+        self._thread = threading.Thread(target=self._run, name=f"view-watcher-{job}", daemon=True)
+        self._thread.start()
+
+    def subscribe(self, callback: Callable[[pb.View], None]) -> None:
+        """Passes every newer View to `callback` from now on. Check `latest` afterwards: a View may already be there."""
+        with self._changed:
+            self._callbacks.append(callback)
+
+    def wait_for(self, predicate: Callable[[pb.View], bool], timeout_s: float | None) -> pb.View:
+        """Returns the first View (the latest included) that satisfies `predicate`. Raises ServiceError after
+        `timeout_s`, or once the watcher has ended."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                if self.latest is not None and predicate(self.latest):
+                    return self.latest
+                if self._ended:
+                    raise ServiceError(self._ended)
+                remaining_s = None if deadline is None else deadline - time.monotonic()
+                if remaining_s is not None and remaining_s <= 0:
+                    raise ServiceError(f"waited {timeout_s:g} s for job {self._job}: {self._where()}")
+                self._changed.wait(remaining_s)
+
+    def close(self) -> None:
+        """Ends the thread and waits for it, unless called from a callback."""
+        self._closed.set()
+        stream = self._stream
+        if stream is not None:
+            stream.cancel()
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=5.0)
+
+    def _where(self) -> str:
+        if self.latest is None:
+            return f"no view of it from the coordinator at {self._address} {self._problem}".rstrip()
+        view = self.latest
+        waiting = f", waiting for {view.waiting_for}" if view.waiting_for else ""
+        state = state_name(view.state)
+        return f"{state} in generation {view.generation}{waiting} {self._problem}".rstrip()
+
+    def _run(self) -> None:
+        ended = f"a callback of the watcher of job {self._job} failed"
+        try:
+            while not self._closed.is_set():
+                self._follow()
+                self._closed.wait(RETRY_PAUSE_S)
+            ended = f"the watcher of job {self._job} was closed"
+        finally:
+            with self._changed:
+                self._ended = ended
+                self._changed.notify_all()
+
+    def _follow(self) -> None:
+        try:
+            self._stream = self._stub.Watch(pb.WatchRequest(job=self._job, rank=self._rank))
+            if self._closed.is_set():
+                self._stream.cancel()
+            known: pb.View | None = None
+            for update in self._stream:
+                self._problem = ""
+                self._line.came()
+                known = applied(update, known)
+                if known is None:  # a new stream begins with the whole View
+                    self._stream.cancel()
+                    return
+                self._take(known)
+        except grpc.RpcError as error:
+            code, details = outcome(error)
+            self._problem = f"({details})"
+            if code in AWAY and not self._closed.is_set():
+                self._line.went(details)
+        except ValueError:  # grpc's word for a closed channel
+            self._closed.set()
+
+    def _take(self, view: pb.View) -> None:
+        with self._changed:
+            if self._closed.is_set() or not newer(view, self.latest):
+                return
+            self.latest = view
+            callbacks = list(self._callbacks)
+            self._changed.notify_all()
+        for callback in callbacks:
+            callback(view)
+
+
+# Calls.
 
 
 class RankTaken(JoinRefused):
