@@ -46,6 +46,13 @@ def duration(text: str) -> float:
     return value
 
 
+def check_ranges(*given: tuple[str, int, int, int]) -> None:
+    """Checks (flag, value, least, most) of each. Raises UsageError."""
+    for flag, value, least, most in given:
+        if not least <= value <= most:
+            raise UsageError(f"{flag} {value}: give {least} to {most}")
+
+
 def add_json(parser: Parser) -> None:
     parser.add_argument(
         "--json", type=Path, metavar="PATH", help="write the whole result as JSON, for programs"

@@ -1,12 +1,12 @@
 """`swift-ft bench NAME`: runs the benchmark of that name, and writes what it has found."""
 
+import argparse
 import importlib
-import sys
 from collections.abc import Sequence
 
 from swift_ft.cli_parser import Parser
-from swift_ft.errors import UsageError
 from swift_ft.lab.commands import add_json, check_file, until_stopped, write_json
+from swift_ft.text import table
 
 BENCHMARKS = {
     "log": "the log's appends and reads: bytes per second over the disk's, CPU seconds per GB",
@@ -21,26 +21,18 @@ BENCHMARKS = {
 EXIT_CODES = {"FAIL": 1, "INCONCLUSIVE": 3, "INCOMPLETE": 3}
 
 
-def usage() -> str:
-    width = max(map(len, BENCHMARKS))
-    lines = [f"  {name:<{width}}  {what}" for name, what in BENCHMARKS.items()]
-    return "\n".join(
-        [
-            "Measures one part of swift against the limit of this machine, as ratios within one run.",
-            "",
-            "usage: swift-ft bench NAME [ARGS...] [--json PATH]",
-            "",
-            *lines,
-            "",
-            "swift-ft bench NAME --help says more.",
-        ]
-    )
-
-
 def make_parser() -> Parser:
     """Returns a parser of the name alone: the flags of a benchmark are in its module, which may import torch."""
-    parser = Parser(prog="swift-ft bench", description="Measures one part of swift.")
-    parser.add_argument("name", choices=list(BENCHMARKS))
+    parser = Parser(
+        prog="swift-ft bench",
+        description="Measures one part of swift against the limit of this machine, as ratios within one run.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="\n".join(
+            [*table(list(BENCHMARKS.items()), left=2), "", "swift-ft bench NAME --help says more."]
+        ),
+    )
+    parser.add_argument("name", choices=list(BENCHMARKS), metavar="NAME", help="one of those below")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="of that benchmark")
     return parser
 
 
@@ -62,15 +54,8 @@ def run(name: str, argv: Sequence[str]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments and arguments[0] in ("-h", "--help", "help"):
-        print(usage())
-        return 0
-    return until_stopped("benchmark", lambda: _run_named(arguments))
+    def run_named() -> int:
+        given = make_parser().parse_args(argv)
+        return run(given.name, given.arguments)
 
-
-def _run_named(arguments: Sequence[str]) -> int:
-    if not arguments or arguments[0] not in BENCHMARKS:
-        what = f"there is no benchmark {arguments[0]!r}" if arguments else "name a benchmark"
-        raise UsageError(f"{what}; there are: {', '.join(BENCHMARKS)}")
-    return run(arguments[0], arguments[1:])
+    return until_stopped("benchmark", run_named)

@@ -17,9 +17,11 @@ import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
+
+import psutil
 
 from swift_ft import events
 from swift_ft.cli_parser import Parser
@@ -38,8 +40,7 @@ ANSWER_S = 300.0
 _RANKS = "swift_ft.lab.bench.overhead_ranks"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Size:
+class Size(NamedTuple):
     """A model and its goal. On two cores of a quiet machine a `short` step takes about 85 ms, a `long` one 0.65 s."""
 
     model: ModelConfig
@@ -148,17 +149,11 @@ def session_job(directory: Path, config: dict[str, Any], stack: ExitStack) -> Jo
     job.await_ranks(lambda: cluster.output_tail() if cluster.poll() is not None else "")
     pids = cluster.pids
     sidecars = [about["sidecar"] for about in job.about]
-    others = descendants(pids[LAUNCHER]) - {*sidecars, *job.pids["ranks"]}
+    children = {child.pid for child in psutil.Process(pids[LAUNCHER]).children(recursive=True)}
+    others = children - {*sidecars, *job.pids["ranks"]}
     job.pids |= {"sidecars": sidecars, "log server": [pids[LOG_SERVER]], "coordinator": [pids[COORDINATOR]]}
     job.pids["launcher"] = [pids[LAUNCHER], *others]
     return job
-
-
-def descendants(root: int) -> set[int]:
-    """Returns the pids of all descendants of `root`, as they are now."""
-    import psutil
-
-    return {child.pid for child in psutil.Process(root).children(recursive=True)}
 
 
 def measure(size: Size, rounds: int, slice_steps: int, stages: int = STAGES) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from swift_ft.errors import UsageError
+from swift_ft.lab.commands import check_ranges
 from swift_ft.lab.goodput.figures import RESTART_RANKS, Figure
 from swift_ft.lab.plan.interval import best_work_s
 
@@ -42,16 +43,14 @@ class Cluster:
     """Spare nodes that replace lost ones. None: always enough."""
 
     def __post_init__(self) -> None:
-        for flag, value, least, most in (
+        check_ranges(
             ("--ranks", self.ranks, 2, RANKS_MAX),
             ("--ranks-per-node", self.ranks_per_node, 1, self.ranks),
             ("--replicas", self.replicas, 1, self.ranks),
             ("--stages", self.stages, 1, 65536),
             ("--microbatches", self.microbatches, 1, 65536),
             ("--spares", self.spares or 0, 0, RANKS_MAX),
-        ):
-            if not least <= value <= most:
-                raise UsageError(f"{flag} {value}: give {least} to {most}")
+        )
         if self.ranks % self.ranks_per_node:
             raise UsageError(
                 f"--ranks {self.ranks}: give a multiple of the {self.ranks_per_node} ranks of a node, or "

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from swift_ft.cli_parser import Parser
 from swift_ft.errors import UsageError
-from swift_ft.lab.commands import add_json, check_file, write_json
+from swift_ft.lab.commands import add_json, check_file, check_ranges, write_json
 from swift_ft.planner.assignment import Assignment
 from swift_ft.planner.schedule import ACTIONS_MAX, Costs, Step, Work, owners_of, period, plan_step
 from swift_ft.text import show, table
@@ -37,14 +37,12 @@ class Request:
     losses: int = 2
 
     def __post_init__(self) -> None:
-        for flag, value, least, most in (
+        check_ranges(
             ("--stages", self.stages, 1, STAGES_MAX),
             ("--replicas", self.replicas, 2, ORIGINS_MAX),
             ("--microbatches", self.microbatches, 1, MICROBATCHES_MAX),
             ("--failures", self.losses, 0, self.stages * (self.replicas - 1)),
-        ):
-            if not least <= value <= most:
-                raise UsageError(f"{flag} {value}: give {least} to {most}")
+        )
         if (cells := self.stages * self.replicas * self.microbatches) > CELLS_MAX:
             raise UsageError(
                 f"stages * replicas * microbatches is {cells}, and a plan takes {CELLS_MAX} at most: plan with fewer "
