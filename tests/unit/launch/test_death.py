@@ -1,9 +1,15 @@
-"""The exit code of a process that is ending, by what /proc says of it."""
+"""A process that has died: its exit code, by what /proc says of it; and whether it was out of memory."""
 
 import os
 import subprocess
+from pathlib import Path
 
-from swift_ft.launch.death import exit_code_of
+import pytest
+
+from swift_ft.launch.death import MemoryKills, exit_code_of
+from swift_ft.launch.decisions import describe_exit
+
+NEITHER = Path("/dev/null")
 
 
 def test_only_a_process_that_ends_has_an_exit_code() -> None:
@@ -14,3 +20,45 @@ def test_only_a_process_that_ends_has_an_exit_code() -> None:
         assert exit_code_of(process.pid) == code
         assert process.wait() == code
     assert exit_code_of(process.pid) is None, "it is gone"
+
+
+def group(directory: Path) -> tuple[Path, Path]:
+    """A cgroup with a limit; returns the file that names it, and that with its counter."""
+    own, where = directory / "own", directory / "job"
+    where.mkdir()
+    own.write_text("1:name=systemd:/other\n0::/job\n")
+    (where / "memory.max").write_text(f"{512 << 20}\n")
+    count(where / "memory.events", 3)
+    return own, where / "memory.events"
+
+
+def count(counter: Path, number: int) -> None:
+    counter.write_text(f"low 0\noom {number + 7}\noom_kill {number}\noom_group_kill 0\n")
+
+
+def test_a_kill_by_the_cgroups_limit_is_told_once_each(tmp_path: Path) -> None:
+    own, counter = group(tmp_path)
+    kills = MemoryKills(tmp_path, own, NEITHER)
+    assert kills.words(7) == "", "somebody has killed it"
+    count(counter, 4)
+    words = f"out of memory: the cgroup {counter.parent} has reached its limit of 512 MiB"
+    assert kills.words(7) == words
+    assert kills.words(8) == ""
+    assert describe_exit(-9, words) == f"killed by SIGKILL ({words})"
+
+
+@pytest.mark.parametrize("kind", ["Out of memory", "Memory cgroup out of memory"])
+def test_a_kill_that_the_kernel_names_is_told(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "own").write_text("0::/\n")
+    kernel = tmp_path / "kmsg"
+    kernel.write_text(f"2,1,4000000,-;{kind}: Killed process 40 (python) total-vm:1kB\n")
+    kills = MemoryKills(tmp_path, tmp_path / "own", kernel)
+    with kernel.open("a") as messages:
+        messages.write(
+            f"3,2,5000000,-;{kind}: Killed process 41 (python) total-vm:1kB\n6,3,6000000,-;other 42 \n"
+        )
+    assert kills.words(4) == kills.words(42) == ""
+    assert kills.words(41) == "out of memory: the kernel's messages (dmesg) name it"
+    assert kills.words(41) == "", "another process of that number"
+    assert kills.words(40) == "", "before the launcher began"
+    assert MemoryKills(tmp_path, tmp_path / "own", tmp_path / "unreadable").words(41) == ""
