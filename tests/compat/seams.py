@@ -21,7 +21,7 @@ SUITE = (
     "tests/unit/runtime/test_registered.py",
     "tests/unit/runtime/test_shapes.py",
     "tests/unit/runtime/test_sharded.py",
-    "tests/unit/runtime/test_shared_replay_stages.py",
+    "tests/unit/runtime/test_shared_replay.py",
     "tests/unit/runtime/test_state.py",
     "tests/unit/runtime/test_torch_names.py",
     "tests/integration/test_communicator.py",

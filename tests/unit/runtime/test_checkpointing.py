@@ -125,8 +125,6 @@ def test_training_waits_for_it_if_it_is_to() -> None:
         store = Store()
         saving(store, Client(), mode=mode).save()
         assert store.sync is (mode == "sync")
-    with pytest.raises(UsageError, match="checkpoint_mode='later'; give one of async, sync"):
-        SessionConfig(checkpoint_mode="later")
 
 
 def test_it_is_of_the_generation_that_the_rank_acts_in() -> None:

@@ -15,13 +15,11 @@ from swift_ft.errors import (
     RecordTrimmed,
     ReplayRefused,
     ServiceError,
-    UsageError,
 )
 from swift_ft.log.reader import Holdings
 from swift_ft.log.record import RecordKey, Steps, mark
 from swift_ft.planner import Plan, RankPlan, Strategy
 from swift_ft.train import replay, strategies
-from swift_ft.train.config import SessionConfig
 from swift_ft.train.replay import Restorer
 from tests.unit.runtime.wired import site_of, state_of, updates_of
 
@@ -387,9 +385,3 @@ def restorer_of(monkeypatch: pytest.MonkeyPatch, log: Any, asked: list[int], che
         check=lambda: None,
     )
     return Restorer(site_of(member=member, channel=log, state=state, store=store))
-
-
-@pytest.mark.parametrize("setting", ["wait", ""])
-def test_the_words_for_a_full_queue(setting: str) -> None:
-    with pytest.raises(UsageError, match=r"log_when_full='.*'; give one of block, drop"):
-        SessionConfig(log_when_full=setting)

@@ -9,7 +9,7 @@ from torch import nn
 from swift_ft.errors import UsageError
 from swift_ft.state.carried_gradients import WholeModule
 from swift_ft.train.config import SessionConfig
-from swift_ft.train.updates import Standing
+from swift_ft.train.updates import Outcome, Standing, ballot, outcome
 from tests.unit.runtime.wired import updates_of
 
 
@@ -235,3 +235,31 @@ def test_a_vote_says_whether_another_rank_writes_lines(lines: bool) -> None:
     updates.heard(said, 0)
     updates.voting = True
     assert updates.standing(0).forward_by_all is lines
+
+
+# -- what a vote says is the greatest of what ranks have said ------------------------------------------
+
+
+def of(*said: torch.Tensor) -> Outcome:
+    return outcome(torch.stack(said).amax(0), step=7)
+
+
+def rank(
+    group: int, *, holds: bool = False, lines: bool = False, waits: bool = False, steps: float = 1.0
+) -> torch.Tensor:
+    return ballot(holds=holds, lines=lines, waits=waits, steps=steps, group=group, groups=2)
+
+
+def test_what_one_rank_says_holds_for_all() -> None:
+    assert of(rank(0), rank(0), rank(1), rank(1)) == Outcome(hold_next=False, lines=False, waits_next=False)
+    assert of(rank(0), rank(0, holds=True), rank(1)) == Outcome(hold_next=True, lines=False, waits_next=False)
+    assert of(rank(0), rank(1), rank(1, lines=True)) == Outcome(hold_next=False, lines=True, waits_next=False)
+    assert of(rank(0), rank(1, waits=True)) == Outcome(hold_next=False, lines=False, waits_next=True)
+
+
+def test_replicas_step_alike_and_stages_as_they_like() -> None:
+    of(rank(0, steps=2.0), rank(0, steps=2.0), rank(1, steps=0.0))
+    with pytest.raises(
+        UsageError, match="in step 7 optimizers have stepped 2 times on one replica of pipeline rank 1"
+    ):
+        of(rank(0), rank(1, steps=2.0), rank(1, steps=1.0))
