@@ -231,7 +231,6 @@ class Exact:
         self._bucket = bucket
         self._pool = pool
         self._key = key
-        self._threads = torch.get_num_threads()
         self._residues: list[Residue] = []
         old = [index for index, first in enumerate(bucket.first) if not first]
         new = [index for index, first in enumerate(bucket.first) if first]
@@ -276,19 +275,12 @@ class Exact:
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Restores the bucket's values before the step, bit for bit, with the thread count of that time."""
-        bucket = self._bucket
-        bucket.check_gradients()
-        threads = torch.get_num_threads()
-        if threads != self._threads:
-            torch.set_num_threads(self._threads)  # the bits depend on the division among threads
-        try:
-            for residue in self._residues:
-                residue.undo()
-        finally:
-            if threads != self._threads:
-                torch.set_num_threads(threads)
-        bucket.restore_scalars()
+        """Restores the bucket's values before the step, bit for bit, whatever the number of threads is now: the kernels
+        compute each value by itself."""
+        self._bucket.check_gradients()
+        for residue in self._residues:
+            residue.undo()
+        self._bucket.restore_scalars()
 
 
 class CodedCopies:
