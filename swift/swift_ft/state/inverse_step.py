@@ -165,7 +165,8 @@ def numbers(hyper: Hyper) -> Hyper:
 def unfit(
     optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], names: tuple[str, ...]
 ) -> bool:
-    """(before the step) Returns whether these parameters cannot be computed backwards."""
+    """(before the step) Returns whether these parameters, for whose type and device there is a kernel, cannot be
+    computed backwards."""
     if not parameters:
         return True  # none of the bucket's has a gradient
     tensors: list[torch.Tensor] = []
@@ -175,7 +176,9 @@ def unfit(
         if type(used[0]) is not torch.Tensor or any(tensor.dtype != parameter.dtype for tensor in used):
             return True
         tensors += used
-    if any(tensor.layout != torch.strided for tensor in tensors) or not kernels.available(tensors):
+    if not all(t.layout == torch.strided and torch_private.is_plain_memory(t) for t in tensors):
+        return True
+    if sum(tensor.numel() for tensor in tensors) >= 1 << 31:
         return True
     named = {str(number): parameter for number, parameter in enumerate(parameters)}
     return bool(overlapping(named))  # one would be undone before the other is read

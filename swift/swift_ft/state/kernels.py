@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from swift_ft.device import Accelerator, accelerator_of
-from swift_ft.torch_private import is_plain_memory
 
 DTYPES = {
     torch.float64: torch.int64,
@@ -120,13 +119,6 @@ def _team() -> int | None:
         except (OSError, AttributeError):
             continue
     return None
-
-
-def available(tensors: Sequence[torch.Tensor]) -> bool:
-    first = tensors[0]
-    compiled = first.device.type != "cpu" or library() is not None
-    flat = first.dtype in TYPES and all(map(is_plain_memory, tensors))
-    return compiled and flat and sum(tensor.numel() for tensor in tensors) < 1 << 31
 
 
 class Pass:
