@@ -256,9 +256,9 @@ class _Opened:
         os.close(self._fd)
 
 
-def scan(path: Path, *, verify_bodies: bool = True) -> SegmentScan:
+def scan(path: Path) -> SegmentScan:
     """Returns the contents of a segment file. Raises RecordCorrupt, naming the position, if it has damage."""
-    result = walk(path, verify_bodies=verify_bodies)
+    result = walk(path)
     if result.damage:
         raise RecordCorrupt(f"{path}: {result.damage[0].reason}")
     return result

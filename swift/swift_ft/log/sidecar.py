@@ -86,10 +86,10 @@ _LATE = 1.25
 _NOT_RUNNING = "TtZX"  # as /proc/PID/stat has it: stopped, traced, dead
 
 
-def is_running(pid: int, proc: Path = Path("/proc")) -> bool:
+def is_running(pid: int) -> bool:
     """Returns whether that process exists and is not stopped, traced or dead."""
     try:
-        stat = (proc / str(pid) / "stat").read_bytes()
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return False
     return stat.rpartition(b")")[2].split()[0].decode() not in _NOT_RUNNING

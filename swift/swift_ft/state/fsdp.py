@@ -155,7 +155,7 @@ def _apart(mesh: Any, dimension: int) -> int:
     return int(row[1] - row[0])
 
 
-def localized(state: Any, path: str = "state") -> tuple[Any, dict[str, str]]:
+def localized(state: Any) -> tuple[Any, dict[str, str]]:
     """Returns (`state` with each DTensor replaced by its local part, which shares its memory; placements by path).
 
     Paths are those of swift_ft.state.tree.
@@ -168,13 +168,11 @@ def localized(state: Any, path: str = "state") -> tuple[Any, dict[str, str]]:
         words[at] = placement(tensor)
         return local(tensor)
 
-    plain = _changed(state, path, change)
+    plain = _changed(state, "state", change)
     return (plain, words) if words else (state, words)
 
 
-def globalized(
-    state: Any, words: Mapping[str, str], like: Iterable[torch.Tensor], path: str = "state"
-) -> Any:
+def globalized(state: Any, words: Mapping[str, str], like: Iterable[torch.Tensor]) -> Any:
     """Inverts `localized`: tensors named in `words` become shards again, on the mesh of the parameters `like`.
 
     Raises ServiceError if none of these parameters has the same shard of its own tensor.
@@ -207,7 +205,7 @@ def globalized(
             tensor, template.device_mesh, placements, run_check=False, shape=shape, stride=stride
         )
 
-    return _changed(state, path, change)
+    return _changed(state, "state", change)
 
 
 def check_placements(own: Mapping[str, str], given: Mapping[str, str], prefix: str) -> None:
