@@ -61,9 +61,9 @@ class LogServers:
         `fence` does. Raises StaleGeneration, UnknownJob."""
         return admin.reset(address, job, generation, self._timeout_s, number=number)
 
-    def space(self, address: str, job: str, generation: int) -> admin.JobSpace:
+    def space(self, address: str, job: str, generation: int) -> log_pb2.JobStatus | None:
         found = admin.space(address, job, generation, self._timeout_s)
-        if found.apart:
+        if found is not None and found.apart:
             raise JobSetApart(found.apart)
         return found
 
@@ -334,9 +334,9 @@ class Questions:
                 return
             self._given_up.discard(address)
             await self._apply(name, m.LogHeard(address=address))
-            if space.unknown and granted == generation:
+            if space is None and granted == generation:
                 await self._apply(name, m.LogLost(generation=generation, address=address))
-            if space.wants_checkpoint:
+            if space is not None and space.wants_checkpoint:
                 await self._apply(
                     name,
                     m.LogsPressed(

@@ -2,24 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import grpc
 
 from swift_ft._pb import log_pb2, log_pb2_grpc
 from swift_ft.log.protocol import as_error, open_channel
 from swift_ft.log.record import Steps
-
-
-@dataclass(frozen=True, slots=True)
-class JobSpace:
-    trimmed_below_step: int
-    wants_checkpoint: str
-    """Reason why a checkpoint is needed before the regular interval; empty: none is needed."""
-    unknown: bool = False
-    """True if the server does not know the job."""
-    apart: str = ""
-    """Reason why the job is quarantined on the server; empty: the server serves it."""
 
 
 @contextmanager
@@ -89,11 +77,10 @@ def status(
         return stub.Status(request, timeout=timeout_s, wait_for_ready=not at_once)
 
 
-def space(address: str, job: str, generation: int, timeout_s: float) -> JobSpace:
-    """(coordinator, periodically) Returns the job's trim and its need of a checkpoint on the server."""
-    for job_status in status(address, timeout_s, job, generation).jobs:
-        return JobSpace(job_status.trimmed_below_step, job_status.wants_checkpoint, apart=job_status.apart)
-    return JobSpace(0, "", unknown=True)
+def space(address: str, job: str, generation: int, timeout_s: float) -> log_pb2.JobStatus | None:
+    """(coordinator, periodically) Returns the job's trim and its need of a checkpoint on the server; None if the server
+    does not know the job."""
+    return next(iter(status(address, timeout_s, job, generation).jobs), None)
 
 
 def drop(address: str, job: str, timeout_s: float, *, force: bool = False) -> tuple[int, int]:

@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 import grpc
 
 from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft._pb.log_pb2 import JobStatus
 from swift_ft.errors import UnknownJob
-from swift_ft.log.admin import JobSpace
 from swift_ft.planner import StreamSummary
 from swift_ft_services.coordinator import commands as m
 from swift_ft_services.coordinator.driver import Driver
@@ -33,7 +33,7 @@ class FakeLogs(LogServers):
     def __init__(self) -> None:
         self.calls: list[tuple[object, ...]] = []
         self.troubles: dict[str, Exception] = {}
-        self.spaces: dict[str, JobSpace] = {}
+        self.spaces: dict[str, JobStatus | None] = {}
         self.forgotten: set[str] = set()
         """Those that do not know the job; a fence makes it known."""
         self.cold: dict[str, str] = {}
@@ -68,11 +68,11 @@ class FakeLogs(LogServers):
         self._called("reset", address, job, generation, number)
         return self.cold.get(address, "")
 
-    def space(self, address: str, job: str, generation: int) -> JobSpace:
+    def space(self, address: str, job: str, generation: int) -> JobStatus | None:
         self._called("space", address, job, generation)
         if address in self.forgotten:
-            return JobSpace(0, "", unknown=True)
-        return self.spaces.get(address, JobSpace(0, ""))
+            return None
+        return self.spaces.get(address, JobStatus())
 
     def inventory(self, address: str, job: str, cold: str = "") -> list[StreamSummary]:
         self._called("inventory", address, job, *filter(None, [cold]))

@@ -6,8 +6,8 @@ import threading
 import pytest
 
 from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft._pb.log_pb2 import JobStatus
 from swift_ft.errors import JobSetApart, LogUnavailable, ServiceError, StaleGeneration, UsageError
-from swift_ft.log.admin import JobSpace
 from swift_ft_services.coordinator import commands as m
 from swift_ft_services.coordinator import driver as driver_module
 from swift_ft_services.coordinator import driver as published_module
@@ -274,7 +274,7 @@ async def test_a_log_that_runs_full_makes_an_early_checkpoint(logs: FakeLogs, st
     await run_to_running(driver)
     ticks = asyncio.create_task(driver.run_ticks())
     logs.troubles["l0"] = LogUnavailable("connection refused")  # nothing waits for it
-    logs.spaces["l1"] = JobSpace(0, "job j keeps 9 bytes of the 10 that it may")
+    logs.spaces["l1"] = JobStatus(wants_checkpoint="job j keeps 9 bytes of the 10 that it may")
     view = await view_with(driver, lambda view: view.HasField("checkpoint_at"))
     assert view.checkpoint_at == 1
     assert view.checkpoint_reason == "log server l1: job j keeps 9 bytes of the 10 that it may"
@@ -295,7 +295,7 @@ async def test_a_log_server_that_has_forgotten_the_job_begins_anew(
     logs: FakeLogs, store: MemoryStore
 ) -> None:
     driver = await driver_of(logs, store, copies=2)
-    logs.spaces["l1"] = JobSpace(0, "", unknown=True)
+    logs.spaces["l1"] = None
     logs.gate.clear()
     await driver.join("j", join())
     asked = asyncio.create_task(driver._questions.space(driver._jobs["j"], 1))
@@ -325,10 +325,10 @@ async def test_questions_about_space_that_hang_hold_up_no_fence(logs: FakeLogs, 
     await run_to_running(driver)
     hanging = threading.Event()
 
-    def space(address: str, job: str, generation: int) -> JobSpace:
+    def space(address: str, job: str, generation: int) -> JobStatus:
         if generation == 1:  # not what the fence of the next one asks
             hanging.wait(30)
-        return JobSpace(0, "")
+        return JobStatus()
 
     logs.space = space  # type: ignore[method-assign]
     driver._look_at_logs(driver._jobs["j"])

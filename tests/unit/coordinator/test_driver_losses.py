@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft._pb.log_pb2 import JobStatus
 from swift_ft.errors import LogUnavailable, UsageError
 from swift_ft.log import record
-from swift_ft.log.admin import JobSpace
 from swift_ft.planner import StreamSummary
 from swift_ft_services.coordinator import views
 from swift_ft_services.coordinator.driver import Driver
@@ -192,11 +192,11 @@ async def test_an_answer_from_before_its_first_fence_gives_no_server_up(
     answer, reset = threading.Event(), threading.Event()
     empty = logs.reset
 
-    def space(address: str, job: str, generation: int) -> JobSpace:
+    def space(address: str, job: str, generation: int) -> JobStatus | None:
         if address != "l2":
-            return JobSpace(0, "")
+            return JobStatus()
         answer.wait(10)
-        return JobSpace(0, "", unknown=True)
+        return None
 
     def until_told(address: str, job: str, generation: int, number: int) -> str:
         reset.wait(10)

@@ -42,7 +42,9 @@ def test_a_full_quota_waits_for_a_trim_and_says_whose_it_is() -> None:
             writer.flush(TIMEOUT_S)
         (found,) = admin.inventory(server.address, JOB, TIMEOUT_S)
         assert found.records == 10
-        assert admin.space(server.address, JOB, 1, TIMEOUT_S).wants_checkpoint
+        status = admin.space(server.address, JOB, 1, TIMEOUT_S)
+        assert status is not None
+        assert status.wants_checkpoint
         # Another job is not touched by it.
         server.engine.administration.fence("other", 1)
         other = LogWriter([server.address], "other", 1)
