@@ -66,7 +66,7 @@ def with_moved(
             whole,
             first_step=begin,
             reason=whole.reason if begin > floor else "",
-            unlogged=_hull(whole.unlogged, copy.summary.unlogged),
+            unlogged=record.spanned((whole.unlogged, copy.summary.unlogged)),
         )
         servers = (copy.server, *servers)
     return whole, servers
@@ -86,7 +86,7 @@ def combined(
     servers = tuple(copy.server for copy in copies)
     trimmed = min(copy.summary.trimmed_below_step for copy in copies)
     # Over all copies: one may be incomplete, and records written again go also to copies that do not count yet.
-    unlogged = _hull(*(copy.summary.unlogged for copy in copies))
+    unlogged = record.spanned(copy.summary.unlogged for copy in copies)
     if not sound:
         damaged = [c for c in copies if c.summary.corrupt and c.whole_from is not None]
         if damaged:
@@ -113,11 +113,6 @@ def combined(
         unlogged=unlogged,
     )
     return whole, tuple(copy.server for copy in chosen)
-
-
-def _hull(*ranges: tuple[int, int] | None) -> tuple[int, int] | None:
-    known = [each for each in ranges if each is not None]
-    return (min(begin for begin, _ in known), max(end for _, end in known)) if known else None
 
 
 def _copies_begin(copy: StreamCopy) -> int | None:

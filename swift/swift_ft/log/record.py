@@ -181,12 +181,15 @@ def declared(key: RecordKey) -> Steps | None:
     return Steps(key.step - key.microbatch, key.step) if key.slot == MARK_SLOT else None
 
 
+def spanned(several: Iterable[Steps | None]) -> Steps | None:
+    """Returns the range from the first to the last of these steps; None if there are none."""
+    known = [steps for steps in several if steps is not None]
+    return Steps(min(s.first for s in known), max(s.last for s in known)) if known else None
+
+
 def hull(keys: Iterable[RecordKey]) -> Steps | None:
     """Returns the range from the first to the last step that the marks among `keys` declare; None without marks."""
-    declarations = [steps for steps in map(declared, keys) if steps is not None]
-    if not declarations:
-        return None
-    return Steps(min(steps.first for steps in declarations), max(steps.last for steps in declarations))
+    return spanned(map(declared, keys))
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,17 +237,17 @@ class Unlogged:
         self.records += 1
         self.bytes += size
         self._lack(stream, Steps(step, step))
-        news = self._news or Dropped(Steps(step, step), 0, 0, ())
+        steps = Steps(step, step)
+        news = self._news or Dropped(steps, 0, 0, ())
         self._news = Dropped(
-            _both(news.steps, Steps(step, step)),
+            spanned((news.steps, steps)) or steps,
             news.records + 1,
             news.bytes + size,
             tuple(sorted({*news.streams, stream})),
         )
 
     def _lack(self, stream: str, steps: Steps) -> None:
-        before = self._open.get(stream)
-        self._open[stream] = steps if before is None else _both(before, steps)
+        self._open[stream] = spanned((self._open.get(stream), steps)) or steps
 
     @property
     def streams(self) -> tuple[str, ...]:
@@ -289,7 +292,3 @@ class Unlogged:
         if refused is not None:
             self._refused = None
         return refused
-
-
-def _both(one: Steps, other: Steps) -> Steps:
-    return Steps(min(one.first, other.first), max(one.last, other.last))

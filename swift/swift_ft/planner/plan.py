@@ -142,13 +142,11 @@ def _lacks(summary: StreamSummary, first: int, last: int) -> str:
 
 def _unlogged(summary: StreamSummary, first: int, last: int) -> str:
     """Returns which of the steps `first` to `last` are declared incomplete."""
-    if summary.unlogged is None or summary.unlogged[0] > last or summary.unlogged[1] < first:
+    if summary.unlogged is None or summary.unlogged.first > last or summary.unlogged.last < first:
         return ""
-    begin, end = summary.unlogged
-    steps = f"step {begin}" if begin == end else f"steps {begin} to {end}"
     return (
-        f"records of {summary.stream} in {steps} are declared unlogged: dropped, as the log could not keep up, or "
-        "lost with a process that a replica has replaced"
+        f"records of {summary.stream} in {summary.unlogged} are declared unlogged: dropped, as the log could not keep "
+        "up, or lost with a process that a replica has replaced"
     )
 
 

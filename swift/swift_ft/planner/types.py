@@ -11,6 +11,8 @@ import enum
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from swift_ft.log.record import Steps
+
 # Recovery is decided from these types. `swift_ft.planner.decision` has the result.
 #
 # A *version* of a state is the number of optimizer steps in it. Replaying from version a to version t means recomputing
@@ -101,7 +103,7 @@ class StreamSummary:
     corrupt: bool = False
     reason: str = ""
     """Why it is corrupt, or why its first step is not lower."""
-    unlogged: tuple[int, int] | None = None
-    """The first and the last step that are declared incomplete (`swift_ft.log.record`)."""
+    unlogged: Steps | None = None
+    """The steps that are declared incomplete (`swift_ft.log.record`)."""
     marks: int = 0
     """The number of records that declare incomplete steps; the other records are tensors."""

@@ -40,7 +40,7 @@ from swift_ft.log.directory import (
 from swift_ft.log.directory import NAME as ACKED
 from swift_ft.log.frame import decode_record
 from swift_ft.log.manifest import GRANTED, NO_UID, JobMeta, ManifestDamaged, StreamMeta
-from swift_ft.log.record import Record, declared, stream_tag
+from swift_ft.log.record import Record, Steps, declared, spanned, stream_tag
 from swift_ft.log.segment import (
     COLD_SUFFIX,
     FILE_BYTES_LEAST,
@@ -83,8 +83,8 @@ class StreamFacts:
     """Of these, bytes in an object store (a directory)."""
     first_step: int | None = None
     last_step: int | None = None
-    unlogged: tuple[int, int] | None = None
-    """First and last step that the writer has declared unlogged."""
+    unlogged: Steps | None = None
+    """From the first to the last step that the writer has declared unlogged."""
     segments: list[SegmentFacts] | None = None
     """None: not reported by a server."""
     problems: list[str] = field(default_factory=list)
@@ -368,10 +368,7 @@ def _count(record: ScannedRecord, facts: StreamFacts) -> None:
     facts.bytes += record.header.frame_bytes
     facts.first_step = min(step, facts.first_step if facts.first_step is not None else step)
     facts.last_step = max(step, facts.last_step or 0)
-    steps = declared(record.header.key)
-    if steps is not None:
-        begin, end = facts.unlogged or steps
-        facts.unlogged = (min(begin, steps.first), max(end, steps.last))
+    facts.unlogged = spanned((facts.unlogged, declared(record.header.key)))
 
 
 def _verify(path: Path, scanned: ScannedRecord, facts: StreamFacts, verified: Verified) -> None:

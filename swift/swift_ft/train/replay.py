@@ -34,7 +34,7 @@ from swift_ft.errors import (
 )
 from swift_ft.log.memory import freed_memory_kept
 from swift_ft.log.reader import Holdings, LogReader
-from swift_ft.log.record import KINDS, RecordKey, Steps, collectives, declared, mark
+from swift_ft.log.record import KINDS, RecordKey, Steps, collectives, declared, mark, spanned
 from swift_ft.log.sidecar_client import SidecarWriter
 from swift_ft.planner import Help, Plan
 from swift_ft.train.coordinator_session import Member
@@ -205,8 +205,7 @@ class OwnStreams:
         lacking_of = gaps(copies, lambda: self._logged_alike(servers, view, copied.witnesses, base), steps)
         for stream, lacking in lacking_of.items():
             writer.unlogged.lacks(stream, lacking)
-        if lacking_of:
-            hole = _spanned(lacking_of.values())
+        if (hole := spanned(lacking_of.values())) is not None:
             events.emit(
                 "gap_declared",
                 rank=self._site.rank,
@@ -220,8 +219,7 @@ class OwnStreams:
         touching = [
             marked for marked in map(declared, marks) if marked is not None and marked.first <= steps.last
         ]
-        if unlogged := [*touching, *lacking_of.values()]:
-            hole = _spanned(unlogged)
+        if (hole := spanned([*touching, *lacking_of.values()])) is not None:
             self._site.member.ask_checkpoint(
                 hole.last, f"rank {self._site.rank} was copied, and its streams lack records of {hole}"
             )
@@ -291,10 +289,6 @@ class OwnStreams:
             for kind in KINDS
         ]
         return [*boundaries, collectives(rank)]
-
-
-def _spanned(several: Collection[Steps]) -> Steps:
-    return Steps(min(steps.first for steps in several), max(steps.last for steps in several))
 
 
 # Progress of a replay and its remaining time: for the trace, and for operators who ask the coordinator.

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import hypothesis.strategies as st
 
+from swift_ft.log.record import Steps
 from swift_ft.planner import (
     Assignment,
     HeldSnapshot,
@@ -130,7 +131,7 @@ def inventories(draw: st.DrawFn, assignment: Assignment) -> dict[str, StreamSumm
             last_step=last,
             trimmed_below_step=first if draw(st.booleans()) else 0,
             corrupt=fate == 9,
-            unlogged=(begin, draw(st.integers(begin, NEWEST))) if begin >= 0 else None,
+            unlogged=Steps(begin, draw(st.integers(begin, NEWEST))) if begin >= 0 else None,
         )
     return streams
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import event, given, settings
 
+from swift_ft.log.record import Steps
 from swift_ft.planner import (
     Assignment,
     Plan,
@@ -325,7 +326,7 @@ class TestReplay:
         assignment = mesh(2, 2)
         log = whole_log(assignment, 10, 14)
         log["r0.C"] = StreamSummary(
-            stream="r0.C", records=records, first_step=12, last_step=14, unlogged=(10, 14), marks=2
+            stream="r0.C", records=records, first_step=12, last_step=14, unlogged=Steps(10, 14), marks=2
         )
         said = reports(held(15), LOST, held(15), held(15))
         outcome = decided(said, assignment, log, config=PlanConfig(strategy="replay"))

@@ -5,6 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swift_ft.log.record import Steps
 from swift_ft.planner import StreamSummary
 from swift_ft_services.coordinator.log_placement import StreamCopy, combined, with_moved
 
@@ -51,11 +52,11 @@ def test_what_was_written_before_a_copy_was_whole_does_not_count() -> None:
 
 def test_what_was_dropped_is_gone_whichever_copy_says_so() -> None:
     """The mark may have got to one copy alone, and that need not be the one that is read first."""
-    marked = replace(summary(0, 8), unlogged=(3, 4))
+    marked = replace(summary(0, 8), unlogged=Steps(3, 4))
     found, servers = combined(
         [
             StreamCopy(server=0, summary=marked),
-            StreamCopy(server=1, summary=replace(summary(0, 9), unlogged=(4, 6))),
+            StreamCopy(server=1, summary=replace(summary(0, 9), unlogged=Steps(4, 6))),
             StreamCopy(server=2, summary=summary(0, 9, records=4)),
         ]
     )
@@ -65,7 +66,7 @@ def test_what_was_dropped_is_gone_whichever_copy_says_so() -> None:
 
 def test_what_is_declared_in_a_copy_that_counts_for_nothing_is_gone() -> None:
     """It is written again there as well, behind the mark."""
-    young = StreamCopy(server=1, summary=replace(summary(5, 9), unlogged=(3, 4)), whole_from=None)
+    young = StreamCopy(server=1, summary=replace(summary(5, 9), unlogged=Steps(3, 4)), whole_from=None)
     found, _ = combined([young])
     assert (found.records, found.unlogged) == (0, (3, 4))
     found, servers = combined([StreamCopy(server=0, summary=summary(0, 9)), young])

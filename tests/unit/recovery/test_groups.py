@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swift_ft.log.record import Steps
 from swift_ft.planner import (
     Assignment,
     Plan,
@@ -209,7 +210,7 @@ class TestPlans:
         assert ways(outcome) == [(REPLAY, 10), (REPLAY, 10), (CATCH_UP, 14), (CATCH_UP, 14)]
         streams = log(mesh(4), PAIRS, 10, 13)
         streams["s1.F"] = StreamSummary(
-            stream="s1.F", records=9, first_step=10, last_step=14, unlogged=(14, 14)
+            stream="s1.F", records=9, first_step=10, last_step=14, unlogged=Steps(14, 14)
         )
         outcome = decided(15, None, 14, 14, streams=streams)
         assert outcome.target_version == 14

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from swift_ft.log.record import Steps
 from swift_ft.planner import (
     Assignment,
     Plan,
@@ -275,7 +276,7 @@ def test_bad_input_is_named() -> None:
 
 def lacking(name: str, first: int, last: int) -> StreamSummary:
     """Steps 10 to 14, and these were declared unlogged."""
-    return replace(stream(name, 10, 14), unlogged=(first, last))
+    return replace(stream(name, 10, 14), unlogged=Steps(first, last))
 
 
 @pytest.mark.parametrize("name", ["s0.F", "s2.B", "s1.F", "s1.B", "s1.X"])
