@@ -6,4 +6,5 @@ bench        measures single parts against the limit of the machine
 plan         which boundaries to log; goodput: the share of time that is training
 determinism  checks whether a script is resumed exactly
 study        the cost of strategies in two small tasks
+commands     what their command lines share
 """

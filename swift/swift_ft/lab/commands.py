@@ -145,16 +145,11 @@ def work_directory(given: Path | None, *, keep: bool, name: str) -> Iterator[tup
         yield given.resolve(), lambda: None
         return
     place = Path(tempfile.mkdtemp(prefix=f"swift-{name}-"))
-    kept = keep
+    kept = [keep]
     try:
-
-        def keep_it() -> None:
-            nonlocal kept
-            kept = True
-
-        yield place, keep_it
+        yield place, lambda: kept.append(True)
     finally:
-        if kept:
+        if any(kept):
             print(f"everything of this {name} is in {place}", file=sys.stderr)
         else:
             shutil.rmtree(place, ignore_errors=True)
