@@ -156,28 +156,33 @@ def session_job(directory: Path, config: dict[str, Any], stack: ExitStack) -> Jo
     return job
 
 
-def measure(size: Size, rounds: int, slice_steps: int, stages: int = STAGES) -> list[dict[str, Any]]:
-    """Returns for each round the measurements of each mode's slice."""
+def in_turns(
+    starts: Mapping[str, Callable[[Path, dict[str, Any], ExitStack], Job]],
+    config: Mapping[str, Any],
+    rounds: int,
+    turn: Callable[[Mapping[str, Job], int], dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """Starts the jobs, and returns what `turn` returns for each round. `config`: of their ranks, but for the number of
+    steps, which is enough for two slices of a job in each round."""
+    steps = (2 * rounds + 4) * config["slice_steps"]
     with ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="swift-bench-")))
-        config = {
-            "model": asdict(size.model),
-            "stages": stages,
-            "microbatches": MICROBATCHES,
-            "slice_steps": slice_steps,
-            "steps": (rounds + 2) * slice_steps,
-        }
-        for name in MODES:
+        jobs = {}
+        for name, start in starts.items():
             (place / name).mkdir()
-        jobs = {
-            "plain": plain_job(place / "plain", config, stack),
-            "session": session_job(place / "session", config, stack),
-        }
-        measured = []
-        for number in range(rounds + 1):
-            order = MODES if number % 2 else MODES[::-1]
-            measured.append({mode: jobs[mode].slice(slice_steps) for mode in order})
-        return measured[1:]  # the first one was a warm-up
+            jobs[name] = start(place / name, {**config, "microbatches": MICROBATCHES, "steps": steps}, stack)
+        # The first one is a warm-up, in which a session learns what a step changes.
+        return [turn(jobs, number) for number in range(rounds + 1)][1:]
+
+
+def measure(size: Size, rounds: int, slice_steps: int, stages: int = STAGES) -> list[dict[str, Any]]:
+    """Returns for each round the measurements of each mode's slice."""
+
+    def turn(jobs: Mapping[str, Job], number: int) -> dict[str, Any]:
+        return {mode: jobs[mode].slice(slice_steps) for mode in (MODES if number % 2 else MODES[::-1])}
+
+    config = {"model": asdict(size.model), "stages": stages, "slice_steps": slice_steps}
+    return in_turns({"plain": plain_job, "session": session_job}, config, rounds, turn)
 
 
 DEVICE_STAGES = 2
@@ -188,29 +193,21 @@ ONE_COPY = 1.5
 def recording_on(device: str, rounds: int, slice_steps: int) -> list[dict[str, Any]]:
     """Returns for each round the answers of all ranks on the device: without recording, with it, and with it while each
     copy is late."""
-    with ExitStack() as stack:
-        place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="swift-bench-")))
-        config = {
-            "model": asdict(MODELS["paced"]),
-            "stages": DEVICE_STAGES,
-            "microbatches": MICROBATCHES,
-            "slice_steps": slice_steps,
-            "steps": (2 * rounds + 4) * slice_steps,
-            "device": device,
+
+    def without(directory: Path, config: dict[str, Any], stack: ExitStack) -> Job:
+        return session_job(directory, config | {"groups": f"0-{DEVICE_STAGES - 1}"}, stack)
+
+    def turn(jobs: Mapping[str, Job], _: int) -> dict[str, Any]:
+        recording = jobs["recording"]
+        return {
+            "without": jobs["without"].ask("go"),
+            "recording": recording.ask("go"),
+            LATE: recording.ask(LATE),
         }
-        jobs = {}
-        for name, groups in (("without", f"0-{DEVICE_STAGES - 1}"), ("recording", "")):
-            (place / name).mkdir()
-            jobs[name] = session_job(place / name, config | {"groups": groups}, stack)
-        measured = [
-            {
-                "without": jobs["without"].ask("go"),
-                "recording": jobs["recording"].ask("go"),
-                LATE: jobs["recording"].ask(LATE),
-            }
-            for _ in range(rounds + 1)
-        ]
-        return measured[1:]  # in the first steps a session learns what a step changes
+
+    config = {"model": asdict(MODELS["paced"]), "stages": DEVICE_STAGES}
+    config |= {"slice_steps": slice_steps, "device": device}
+    return in_turns({"without": without, "recording": session_job}, config, rounds, turn)
 
 
 def evaluate_device(rounds: Sequence[Mapping[str, Any]], slice_steps: int) -> dict[str, Any]:
