@@ -8,7 +8,7 @@ import pytest
 
 from swift_ft import fault_grammar
 from swift_ft.errors import UsageError
-from swift_ft.lab.commands import until_stopped
+from swift_ft.lab.command_line import until_stopped
 from swift_ft.lab.drill import command
 from swift_ft.lab.drill.command import parse
 from swift_ft.lab.drill.options import DEFAULT_KILL

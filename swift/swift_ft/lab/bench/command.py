@@ -5,7 +5,7 @@ import importlib
 from collections.abc import Sequence
 
 from swift_ft.cli_parser import Parser
-from swift_ft.lab.commands import add_json, check_file, until_stopped, write_json
+from swift_ft.lab.command_line import add_json, check_file, until_stopped, write_json
 from swift_ft.text import table
 
 BENCHMARKS = {

@@ -29,7 +29,7 @@ from swift_ft.lab.bench import output
 from swift_ft.lab.bench.peers import systems
 from swift_ft.lab.bench.peers.systems import INEXACT, SYSTEMS
 from swift_ft.lab.bench.peers.trial import PLACES, REPLICAS, SURVIVOR, Trial
-from swift_ft.lab.commands import write_json
+from swift_ft.lab.command_line import write_json
 from swift_ft.text import show, table, tell
 
 WAIT_S = 0.01

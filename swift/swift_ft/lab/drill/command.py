@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from swift_ft import fault_grammar
 from swift_ft.cli_parser import Parser
 from swift_ft.errors import UsageError
-from swift_ft.lab.commands import (
+from swift_ft.lab.command_line import (
     check_directory,
     check_file,
     until_stopped,

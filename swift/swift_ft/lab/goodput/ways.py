@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from swift_ft.errors import UsageError
-from swift_ft.lab.commands import check_ranges
+from swift_ft.lab.command_line import check_ranges
 from swift_ft.lab.goodput.figures import RESTART_RANKS, Figure
 from swift_ft.lab.plan.interval import best_work_s
 

@@ -13,7 +13,7 @@ from swift_ft.cli_parser import Parser
 from swift_ft.errors import UsageError
 from swift_ft.files import make_directory
 from swift_ft.lab.bench import output
-from swift_ft.lab.commands import check_file, until_stopped, write, write_json
+from swift_ft.lab.command_line import check_file, until_stopped, write, write_json
 from swift_ft.lab.drill.config import versions
 from swift_ft.lab.study import figures, page, running
 from swift_ft.lab.study.settings import DEFAULT, QUICK, STRATEGIES, TASKS, Cell, Settings

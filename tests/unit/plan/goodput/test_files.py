@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from swift_ft.lab.commands import duration
+from swift_ft.lab.command_line import duration
 
 
 @pytest.mark.parametrize(
