@@ -95,7 +95,7 @@ def make(
     return state, data
 
 
-def run(state: TrainerState, data: Data, count: int) -> list[torch.Tensor]:
+def run(state: TrainerState, data: Any, count: int) -> list[torch.Tensor]:
     found = []
     state.iterators.install()
     for _ in range(count):
@@ -104,6 +104,37 @@ def run(state: TrainerState, data: Data, count: int) -> list[torch.Tensor]:
         found.append(torch.cat([batch.flatten(), torch.rand(2).double()]))  # a mask, behind it
         state.end_step()
     return found
+
+
+def comes_back(
+    made: Callable[[], tuple[TrainerState, Any]],
+    at: int,
+    of: int,
+    drop: Callable[[Any], Any],
+    *,
+    placed: bool = True,
+) -> None:
+    """After `at` of the steps, one that is dropped and another process go on with the batches of a run of them all.
+
+    `placed`: loaders stay at their places in what is registered.
+    """
+
+    def told(state: TrainerState) -> list[Any]:
+        return [iterator if placed else iterator[:3] for iterator in state.state_dict()["iterators"]]
+
+    twin = run(*made(), of)
+    state, data = made()
+    assert all(map(torch.equal, run(state, data, at), twin))
+    saved, before = copy.deepcopy(state.state_dict()), told(state)
+    state.begin_step()
+    drop(data)
+    state.drop_step()
+    assert told(state) == before
+    assert all(map(torch.equal, run(state, data, of - at), twin[at:])), "a step was dropped"
+    other, theirs = made()
+    other.load_state_dict(saved)
+    assert told(other) == before
+    assert all(map(torch.equal, run(other, theirs, of - at), twin[at:])), "another process"
 
 
 @pytest.mark.parametrize(
@@ -119,20 +150,10 @@ def run(state: TrainerState, data: Data, count: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "lazy"])
 @pytest.mark.parametrize("at", [1, 2, 5])
 def test_a_rebuilt_iterator_gives_the_same_batches(options: dict[str, Any], eager: bool, at: int) -> None:
-    twin = run(*make(eager, **options), count=8)
-    state, data = make(eager, **options)
-    assert all(map(torch.equal, run(state, data, at), twin))
-    saved = state.state_dict()
-    saved = {**saved, "objects": {"data": dict(saved["objects"]["data"])}}
-    state.begin_step()  # a dropped step, which goes on into another epoch
-    next(data), next(data), next(data)
-    state.drop_step()
-    assert state.state_dict()["iterators"] == saved["iterators"]
-    assert all(map(torch.equal, run(state, data, 8 - at), twin[at:]))
-    other, theirs = make(eager, **options)
-    other.load_state_dict(saved)
-    assert other.state_dict()["iterators"] == saved["iterators"]
-    assert all(map(torch.equal, run(other, theirs, 8 - at), twin[at:]))
+    def drop(data: Data) -> None:  # goes on into another epoch
+        next(data), next(data), next(data)
+
+    comes_back(lambda: make(eager, **options), at, 8, drop)
 
 
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "lazy"])
@@ -144,6 +165,9 @@ def test_two_loaders_that_look_alike_keep_their_own_numbers(eager: bool, held: s
     class Both:
         def __init__(self) -> None:
             self.parts = {"a": Data(eager, 8, shuffle=True), "b": Data(eager, 20, shuffle=True)}
+
+        def __next__(self) -> torch.Tensor:
+            return torch.cat([next(part) for part in self.parts.values()])
 
         def state_dict(self) -> dict[str, Any]:
             return {name: part.state_dict() for name, part in self.parts.items()}
@@ -162,26 +186,10 @@ def test_two_loaders_that_look_alike_keep_their_own_numbers(eager: bool, held: s
         state, _ = make(False, others)
         return state, found[0]
 
-    def steps(state: TrainerState, both: Both, count: int) -> list[torch.Tensor]:
-        state.iterators.install()
-        found = []
-        for _ in range(count):
-            state.begin_step()
-            found.append(torch.cat([next(part) for part in both.parts.values()]))
-            state.end_step()
-        return found
+    def drop(both: Both) -> None:
+        next(both.parts["b"]), next(both.parts["a"])
 
-    twin = steps(*made(), 9)
-    state, both = made()
-    assert all(map(torch.equal, steps(state, both, at), twin))
-    saved = copy.deepcopy(state.state_dict())
-    state.begin_step()
-    next(both.parts["b"]), next(both.parts["a"])
-    state.drop_step()
-    assert all(map(torch.equal, steps(state, both, 9 - at), twin[at:])), "a step was dropped"
-    other, theirs = made()
-    other.load_state_dict(saved)
-    assert all(map(torch.equal, steps(other, theirs, 9 - at), twin[at:])), "another process"
+    comes_back(made, at, 9, drop)
 
 
 def test_a_state_of_before_places_were_told_is_read() -> None:
@@ -289,25 +297,7 @@ def test_a_loader_that_is_made_again_at_another_place_has_its_own_numbers(at: in
         state, _ = make(False, others)
         return state, phases[0]
 
-    def steps(state: TrainerState, phases: Phases, count: int) -> list[torch.Tensor]:
-        found = []
-        for _ in range(count):
-            state.begin_step()
-            found.append(next(phases))
-            state.end_step()
-        return found
-
-    twin = steps(*made(), count=10)
-    state, phases = made()
-    steps(state, phases, at)
-    saved = copy.deepcopy(state.state_dict())
-    state.begin_step()
-    next(phases)
-    state.drop_step()
-    assert all(map(torch.equal, steps(state, phases, 10 - at), twin[at:])), "a step was dropped"
-    other, theirs = made()
-    other.load_state_dict(saved)
-    assert all(map(torch.equal, steps(other, theirs, 10 - at), twin[at:])), "another process"
+    comes_back(made, at, 10, next, placed=False)
 
 
 def test_persistent_workers_are_named_once(capsys: pytest.CaptureFixture[str]) -> None:
