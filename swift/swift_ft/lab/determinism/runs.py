@@ -166,7 +166,7 @@ class SessionRuns(_Runs):
             trainer=[str(self._config.script.resolve())],
             faults=faults,
             settings={**settings, **threads, ENV_RECORDS: str(directory / "records")},
-            launcher_flags=["--preload", "swift_ft.lab.determinism.in_rank"],
+            launcher_flags=["--preload", "swift_ft.lab.determinism.in_session"],
         )
         with cluster:
             heard = time.monotonic()
@@ -221,7 +221,7 @@ class ScriptRuns(_Runs):
         make_directory(records)
         shared = {**own_environment(), **_meeting(), **environment}
         shared |= {ENV_RECORDS: str(records), "PYTHONUNBUFFERED": "1"}
-        arguments = ["swift_ft.lab.determinism.in_rank", str(self._config.script.resolve())]
+        arguments = ["swift_ft.lab.determinism.in_script", str(self._config.script.resolve())]
         arguments += self._arguments(directory)
         ranks: list[Process] = []
         try:

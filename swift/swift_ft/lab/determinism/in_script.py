@@ -1,7 +1,6 @@
-"""Records the steps of a rank. A session's ranks import it (`swift-ft run --preload`); a script that has no session is
-run by it, as `python SCRIPT` would run it:
+"""Runs a script that has no session, as `python SCRIPT` would, and records its steps.
 
-    python -m swift_ft.lab.determinism.in_rank SCRIPT [ARGS...]
+python -m swift_ft.lab.determinism.in_script SCRIPT [ARGS...]
 """
 
 import os
@@ -20,5 +19,3 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
-else:
-    recorder.install(session=True)
