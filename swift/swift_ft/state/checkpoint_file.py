@@ -396,9 +396,7 @@ class Snapshot:
         filled: set[int] = set()
         for name, tensor in tensors.items():
             check_tensor(name, tensor)
-            layout = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
-            where = (tensor.device, tensor.data_ptr(), *layout)
-            first = copied.setdefault(where, name) if tensor.nbytes else name
+            first = copied.setdefault(identity(tensor), name) if tensor.nbytes else name
             if first != name:
                 self.same[name] = first
             else:
@@ -494,6 +492,12 @@ def on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         accelerator = accelerator_of(device)
         accelerator.wait(accelerator.copy_all_out(pairs))
     return found
+
+
+def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Returns what the names of one tensor have in common: its memory, and the way in which that is read."""
+    layout = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+    return tensor.device, tensor.data_ptr(), *layout
 
 
 def check_tensor(name: str, tensor: torch.Tensor) -> None:

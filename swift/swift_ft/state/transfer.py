@@ -47,7 +47,7 @@ from swift_ft.comm.backend import (
 from swift_ft.device import accelerator_in_use
 from swift_ft.errors import ReplayRefused, ReplicaDiffers
 from swift_ft.log.memory import available_memory
-from swift_ft.state.checkpoint_file import Described, check_tensor, described_by
+from swift_ft.state.checkpoint_file import Described, check_tensor, described_by, identity
 from swift_ft.state.digests import DIGEST_BYTES, Digest, digest_there, read
 from swift_ft.state.digests import digests as digests_of_tensors
 from swift_ft.state.tensors import differ, dtype_name, in_place, overlapping
@@ -127,8 +127,7 @@ def manifest_of(state: dict[str, Any], version: int) -> tuple[Manifest, list[tor
     same: dict[str, str] = {}
     for path, part in zip(tensors, parts, strict=True):
         check_tensor(path, part)
-        memory = (part.data_ptr(), part.dtype, part.shape, part.stride())
-        first = seen.setdefault(memory, path) if part.numel() else path
+        first = seen.setdefault(identity(part), path) if part.numel() else path
         if first != path:
             same[path] = first
     version = int(state.get("version", version))

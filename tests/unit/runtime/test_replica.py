@@ -241,6 +241,14 @@ def test_check_is_asked_between_chunks(joiner: bool) -> None:
 # --- what shares memory ---
 
 
+def test_a_conjugate_is_not_what_it_is_the_conjugate_of() -> None:
+    whole = torch.tensor([1 + 2j, 3 - 4j])
+    for into in ({}, {"state.a": (own := torch.zeros_like(whole)), "state.b": own.conj()}):
+        received, _ = copy([{"a": whole, "b": whole.conj()}], into)
+        assert torch.equal(received.state["a"], whole)
+        assert torch.equal(received.state["b"], whole.conj())
+
+
 def test_tied_tensors_travel_once_and_stay_tied() -> None:
     tied = torch.randn(100, 10)
     received, _ = copy([{"version": 3, "a": tied, "b": tied, "c": tied.t()}])
