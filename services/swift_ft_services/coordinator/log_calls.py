@@ -11,7 +11,6 @@ from typing import TypeVar
 
 from swift_ft import events
 from swift_ft._pb import log_pb2
-from swift_ft.credentials import Credentials
 from swift_ft.errors import (
     AccessDenied,
     JobSetApart,
@@ -19,7 +18,6 @@ from swift_ft.errors import (
     StaleGeneration,
     SwiftError,
     UnknownJob,
-    UsageError,
 )
 from swift_ft.log import admin
 from swift_ft.planner import StreamSummary
@@ -28,15 +26,6 @@ from swift_ft_services.coordinator import log_placement
 from swift_ft_services.coordinator.job import Job
 from swift_ft_services.coordinator.log_placement import RESETS, Call
 from swift_ft_services.threads import NONE_LEFT, Threads
-
-
-def check_address(address: str) -> None:
-    """Validates the address of a log server that a caller names: this process would connect there with a token that is
-    valid for every job. Raises UsageError if it must not."""
-    try:
-        Credentials.from_environment().check_named(address)
-    except UsageError as error:
-        raise UsageError(f"the coordinator does not connect there: {error}") from None
 
 
 class LogServers:

@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft._pb import coordinator_pb2_grpc as pb_grpc
 from swift_ft.coordinator_messages import between, check_measured, of_view, whole
+from swift_ft.credentials import Credentials
 from swift_ft.errors import UsageError
 from swift_ft.log.protocol import REASON_KEY, Reason
 from swift_ft.log.record import STEP_MAX
@@ -19,7 +20,7 @@ from swift_ft_services.coordinator import commands as m
 from swift_ft_services.coordinator.commands import Fenced, Invalid, Mismatch, Taken
 from swift_ft_services.coordinator.driver import Driver, JobApart, NoSuchJob, TooMany
 from swift_ft_services.coordinator.job import Job
-from swift_ft_services.coordinator.log_calls import Unavailable, Unsure, check_address
+from swift_ft_services.coordinator.log_calls import Unavailable, Unsure
 from swift_ft_services.interceptors import visit_of
 
 # View updates for watchers: each is built once for all that know the same View.
@@ -182,10 +183,10 @@ class Servicer(pb_grpc.CoordinatorServicer):
 
     async def ChangeLogServers(self, request: pb.ChangeLogServersRequest, context: Context) -> pb.Ack:
         if request.add:
-            try:
-                check_address(request.add)
+            try:  # this process would connect there with a token that is valid for every job
+                Credentials.from_environment().check_named(request.add)
             except UsageError as error:  # before the job is fenced for it
-                await self._abort_invalid(context, str(error))
+                await self._abort_invalid(context, f"the coordinator does not connect there: {error}")
         return await self._take(request, context)
 
     async def Share(self, request: pb.ShareRequest, context: Context) -> pb.ShareReply:
