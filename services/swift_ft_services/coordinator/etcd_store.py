@@ -21,7 +21,6 @@ did. A holder that was paused or cut off is silent until it knows better.
 import asyncio
 import contextlib
 import json
-import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,12 +34,7 @@ from swift_ft._pb import etcd_pb2_grpc as pb_grpc
 from swift_ft.credentials import Credentials, open_channel_on_loop
 from swift_ft.errors import UsageError
 from swift_ft.text import one_line
-from swift_ft_services.coordinator.store import (
-    OLDER,
-    StoreConflict,
-    StoreFailed,
-    StoreHeld,
-)
+from swift_ft_services.coordinator.store import StoreConflict, StoreFailed, StoreHeld
 
 LEASE_S = 3
 """A holder that is silent for so long has lost the store."""
@@ -165,10 +159,6 @@ class EtcdStore:
             parts.setdefault(key, []).append(part)
         for key, pieces in sorted(parts.items()):
             count, _, first = pieces[0].partition(b"\n")
-            if re.fullmatch(rb"\d+ \d+", count):  # began with its revision, too
-                raise StoreFailed(
-                    f"{self._where}: {key} {OLDER} prefix, as in --store etcd://{self._members[0]}/PREFIX"
-                )
             if count != b"%d" % len(pieces):
                 raise StoreFailed(f"{self._where}: the value of {key} is damaged: parts of it are missing")
             found[key] = b"".join([first, *pieces[1:]]).decode(errors="replace")

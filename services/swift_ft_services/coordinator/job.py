@@ -178,7 +178,8 @@ class Job:
         """Takes their ranks from these processes."""
         events = []
         for rank, why in sorted(dead.items()):
-            holder = self.row.fenced[len(self.row.fenced)] = self.row.holders.pop(rank)
+            holder = self.row.holders.pop(rank)
+            self.row.fence(holder)
             self.leases.forget(rank)
             self.steps.forget(rank)
             self.checkpoints.forget(rank)

@@ -329,6 +329,9 @@ class JobRow:
             self.changed.add(name)
         object.__setattr__(self, name, value)
 
+    def fence(self, holder: Holder) -> None:
+        self.fenced[len(self.fenced)] = holder
+
     def slots(self) -> Iterator[int]:
         return (slot for slot in range(self.world_size) if slot not in self.vacant)
 

@@ -30,8 +30,6 @@ from swift_ft.files import open_regular, sync_directory
 T = TypeVar("T")
 
 REMEDY = "put a copy of the whole directory back, or give another --directory and other names to its jobs"
-OLDER = "was written by an older version of the coordinator: let that one finish its jobs, or give another"
-_COLUMNS = {"rows.key", "rows.value", "rows.revision", "head.revision", "head.digest", "head.checksum"}
 _ERRORS = (sqlite3.Error, UnicodeDecodeError)
 """UnicodeDecodeError: SQLite's message repeats a value that is not text."""
 _DIGITS = 20
@@ -189,7 +187,7 @@ class SqliteStore:
         self._connection = db = self._connect("rwc")
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=FULL")
-        if not _columns(db):
+        if not _has_tables(db):
             _make_tables(db)
         self._revision = self._head(db)[0]
         self._acknowledged.set(self._revision)  # the previous process may have died before it could
@@ -200,10 +198,7 @@ class SqliteStore:
         (said,) = db.execute("PRAGMA integrity_check(1)").fetchone()
         if said != "ok":
             raise self._damaged(said)
-        columns = _columns(db)
-        if columns and columns != _COLUMNS and acknowledged is None:
-            raise StoreFailed(f"{self._path} {OLDER} --directory")
-        revision = self._rows(db)[0] if columns else 0
+        revision = self._rows(db)[0] if _has_tables(db) else 0
         if acknowledged is None and revision:
             raise StoreFailed(f"{self._acknowledged.path} is damaged or gone; {REMEDY}")
         if acknowledged is not None and revision < acknowledged:
@@ -293,9 +288,8 @@ def _make_tables(db: sqlite3.Connection) -> None:
     db.execute("COMMIT")
 
 
-def _columns(db: sqlite3.Connection) -> set[str]:
-    named = "SELECT t.name || '.' || c.name FROM sqlite_schema t, pragma_table_info(t.name) c WHERE t.type = 'table'"
-    return {name for (name,) in db.execute(named)}
+def _has_tables(db: sqlite3.Connection) -> bool:
+    return db.execute("SELECT 1 FROM sqlite_schema").fetchone() is not None
 
 
 def _mark(key: str, revision: int) -> int:
