@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-REFUSING = re.compile(r"(UsageError|_refusal|not_shared|\.error)$")
+REFUSING = re.compile(r"(UsageError|Mismatch|not_shared|\.error)$")
 """What makes an error that ends in one line for the user."""
 
 
