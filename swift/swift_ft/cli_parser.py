@@ -4,6 +4,7 @@ import argparse
 import importlib
 import importlib.util
 import ipaddress
+import json
 import math
 import os
 import re
@@ -158,6 +159,40 @@ def write_address(path: Path, address: str, flag: str = "--address-file") -> Non
         write_whole(path, f"{address}\n", mode=0o644)  # clients may run as another user
     except OSError as error:
         raise UsageError(f"{flag} {path}: {error.strerror}") from None
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--json", type=Path, metavar="PATH", help="write the whole result as JSON, for programs"
+    )
+
+
+def write_json(path: Path | None, document: object) -> None:
+    write(path, json.dumps(document, indent=2) + "\n")
+
+
+def write(path: Path | None, content: str) -> None:
+    """Writes a regular file atomically, and directly to anything else (/dev/stdout). Raises ServiceError if that
+    fails."""
+    if path is None:
+        return
+    try:
+        if path.exists() and not path.is_file():
+            path.write_text(content)
+        else:
+            write_whole(path, content, mode=None)
+    except OSError as error:
+        raise ServiceError(f"cannot write {path}: {error.strerror}; give another place") from None
+
+
+def check_file(flag: str, path: Path | None) -> None:
+    """Raises UsageError if the file cannot be written."""
+    if path is None:
+        return
+    if path.is_dir() or not path.parent.is_dir():
+        raise UsageError(f"{flag} {path}: give a file in a directory that exists")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UsageError(f"{flag} {path}: no permission to write there")
 
 
 def command(run: Callable[..., int]) -> Callable[..., int]:

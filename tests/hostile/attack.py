@@ -23,11 +23,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from swift_ft.cli_parser import Parser
+from swift_ft.cli_parser import Parser, add_json, check_file, write_json
 from swift_ft.credentials import ENV_TOKEN_FILE
 from swift_ft.errors import ServiceError, SwiftError, UsageError
 from swift_ft.lab.bench import output
-from swift_ft.lab.command_line import add_json, check_file, write_json
 from swift_ft.log import admin
 from swift_ft.log.protocol import Fsync
 from swift_ft.log.reader import LogReader

@@ -140,7 +140,7 @@ def test_certificates_named_by_the_environment(tmp_path: Path) -> None:
     [
         (["--coordinator", "127.0.0.1:1,nowhere"], "--coordinator 'nowhere' is not HOST:PORT"),
         (["--server", "nowhere"], "--server 'nowhere' is not HOST:PORT"),
-        (["--json", "/nowhere/at/all"], "there is no directory"),
+        (["--json", "/nowhere/at/all"], "--json /nowhere/at/all: give a file in a directory that exists"),
         (["--timeout", "0"], "at least 0.01 s"),
         (["--fly"], "unrecognized"),
     ],

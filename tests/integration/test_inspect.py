@@ -289,7 +289,10 @@ def test_mistakes(tmp_path: Path) -> None:
         (("--directory", log, "--job", "nobody"), f"there is no job nobody in {log}; there are: {JOB}"),
         (("--directory", log, "--job", "../x"), "is not allowed"),
         (("--server", "127.0.0.1:1", "--verify"), "--verify reads files"),
-        (("--directory", log, "--json", missing / "x"), f"there is no directory {missing}"),
+        (
+            ("--directory", log, "--json", missing / "x"),
+            f"--json {missing / 'x'}: give a file in a directory",
+        ),
         (("--directory", log, "--force"), "--force is for --drop-job"),
     ):
         assert words in inspect(*flags, code=2)

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import json
 import math
 import os
 import re
@@ -10,15 +9,13 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from decimal import Decimal
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
-from swift_ft.cli_parser import Parser
 from swift_ft.errors import ServiceError, SwiftError, UsageError
-from swift_ft.files import make_directory, write_whole
+from swift_ft.files import make_directory
 from swift_ft.text import tell
 
 _SIZES = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
@@ -51,40 +48,6 @@ def check_ranges(*given: tuple[str, int, int, int]) -> None:
     for flag, value, least, most in given:
         if not least <= value <= most:
             raise UsageError(f"{flag} {value}: give {least} to {most}")
-
-
-def add_json(parser: Parser) -> None:
-    parser.add_argument(
-        "--json", type=Path, metavar="PATH", help="write the whole result as JSON, for programs"
-    )
-
-
-def write_json(path: Path | None, document: Mapping[str, Any]) -> None:
-    write(path, json.dumps(document, indent=2) + "\n")
-
-
-def write(path: Path | None, content: str) -> None:
-    """Writes a regular file atomically, and directly to anything else (/dev/stdout). Raises ServiceError if that
-    fails."""
-    if path is None:
-        return
-    try:
-        if path.exists() and not path.is_file():
-            path.write_text(content)
-        else:
-            write_whole(path, content, mode=None)
-    except OSError as error:
-        raise ServiceError(f"cannot write {path}: {error.strerror}; give another place") from None
-
-
-def check_file(flag: str, path: Path | None) -> None:
-    """Raises UsageError if the file cannot be written."""
-    if path is None:
-        return
-    if path.is_dir() or not path.parent.is_dir():
-        raise UsageError(f"{flag} {path}: give a file in a directory that exists")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise UsageError(f"{flag} {path}: no permission to write there")
 
 
 def check_directory(flag: str, directory: Path | None, *, empty: bool) -> None:

@@ -6,7 +6,6 @@ Exit code 0: no failure; 3: failures; 2: usage.
 import argparse
 import contextlib
 import importlib.util
-import json
 import os
 import re
 import resource
@@ -27,7 +26,16 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from swift_ft.cli_parser import Parser, argument, command, host_and_port, local_directory
+from swift_ft.cli_parser import (
+    Parser,
+    add_json,
+    argument,
+    check_file,
+    command,
+    host_and_port,
+    local_directory,
+    write_json,
+)
 from swift_ft.credentials import (
     ENV_CA,
     ENV_CERTIFICATE,
@@ -584,7 +592,7 @@ def parser() -> Parser:
     parser.add_argument(
         "--timeout", type=float, default=5.0, metavar="SECONDS", help="how long to wait for each service"
     )
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the findings as JSON, for programs")
+    add_json(parser)
     return parser
 
 
@@ -597,8 +605,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             host_and_port(address, "--coordinator")
     if not 0.01 <= options.timeout <= TIMEOUT_S_MAX:
         raise UsageError(f"--timeout {options.timeout:g}: at least 0.01 s, at most {TIMEOUT_S_MAX:g} s")
-    if options.json is not None and not options.json.parent.is_dir():
-        raise UsageError(f"--json: there is no directory {options.json.parent}")
+    check_file("--json", options.json)
     return options
 
 
@@ -632,8 +639,6 @@ def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     findings = list(examine(options))
     failed = any(finding.status is FAIL for finding in findings)
-    if options.json is not None:
-        report = {"ok": not failed, "findings": [asdict(finding) for finding in findings]}
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_json(options.json, {"ok": not failed, "findings": [asdict(finding) for finding in findings]})
     show(lines(findings))
     return 3 if failed else 0

@@ -1,7 +1,6 @@
 """`swift-ft inspect`: shows the contents of a log, of a running server or of a directory."""
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 from swift_ft._pb import log_pb2
-from swift_ft.cli_parser import Parser, argument, command, local_directory
+from swift_ft.cli_parser import Parser, add_json, argument, check_file, command, local_directory, write_json
 from swift_ft.credentials import advised
 from swift_ft.errors import LogError, LogUnavailable, RecordCorrupt, ServiceError, UsageError
 from swift_ft.files import open_regular, read_regular
@@ -517,8 +516,7 @@ def _check(given: argparse.Namespace) -> None:
         raise UsageError("--drop-job goes alone")
     if given.force and not given.drop_job:
         raise UsageError("--force is for --drop-job")
-    if given.json is not None and not given.json.absolute().parent.is_dir():
-        raise UsageError(f"there is no directory {given.json.absolute().parent}")
+    check_file("--json", given.json)
     if not 0 < given.timeout_s <= TIMEOUT_S_MAX:
         raise UsageError(f"--timeout-s must be positive, at most {TIMEOUT_S_MAX:g}")
 
@@ -550,7 +548,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help="delete a job's log: its records, its generation, its trim",
     )
     parser.add_argument("--force", action="store_true", help="drop the job even if it may live")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write what is shown as JSON, for programs")
+    add_json(parser)
     parser.add_argument(
         "--timeout-s",
         type=float,
@@ -570,7 +568,7 @@ def run(config: argparse.Namespace) -> int:
         facts = DirectoryLog(config.directory).facts(config.job, config.verify)
     else:
         facts = served_facts(config.server, config.timeout_s, config.job)
-    _write_json(config.json, asdict(facts))
+    write_json(config.json, asdict(facts))
     show(lines(facts))
     return _verdict(facts)
 
@@ -594,7 +592,7 @@ def _drop(config: argparse.Namespace) -> int:
         records, size = admin.drop(config.server, job, config.timeout_s, force=config.force)
     else:
         records, size = _drop_offline(config.directory, job, config.force)
-    _write_json(config.json, {"dropped": job, "records": records, "bytes": size})
+    write_json(config.json, {"dropped": job, "records": records, "bytes": size})
     print(f"job {job} is dropped: {records} records, {size_words(size)}")
     return 0
 
@@ -613,15 +611,6 @@ def _drop_offline(directory: Path, job: str, force: bool) -> tuple[int, int]:
         forget_job(directory, job)
         remove_forgotten(directory)
     return facts.records, facts.bytes
-
-
-def _write_json(path: Path | None, values: object) -> None:
-    if path is None:
-        return
-    try:
-        path.write_text(json.dumps(values, indent=1) + "\n")
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}; give another place") from None
 
 
 @command

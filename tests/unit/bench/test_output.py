@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from swift_ft.cli_parser import check_file, write_json
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.lab.bench import output
-from swift_ft.lab.command_line import check_file, write_json
 
 
 def test_a_path_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ import argparse
 import importlib
 from collections.abc import Sequence
 
-from swift_ft.cli_parser import Parser
-from swift_ft.lab.command_line import add_json, check_file, until_stopped, write_json
+from swift_ft.cli_parser import Parser, add_json, check_file, write_json
+from swift_ft.lab.command_line import until_stopped
 from swift_ft.text import table
 
 BENCHMARKS = {

@@ -23,13 +23,12 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any, NamedTuple
 
-from swift_ft.cli_parser import Parser
+from swift_ft.cli_parser import Parser, write_json
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.lab.bench import output
 from swift_ft.lab.bench.peers import systems
 from swift_ft.lab.bench.peers.systems import INEXACT, SYSTEMS
 from swift_ft.lab.bench.peers.trial import PLACES, REPLICAS, SURVIVOR, Trial
-from swift_ft.lab.command_line import write_json
 from swift_ft.text import show, table, tell
 
 WAIT_S = 0.01

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from swift_ft import fault_grammar
-from swift_ft.cli_parser import Parser
+from swift_ft.cli_parser import Parser, check_file, write_json
 from swift_ft.errors import ServiceError, UsageError
-from swift_ft.lab.command_line import check_directory, check_file, until_stopped, work_directory, write_json
+from swift_ft.lab.command_line import check_directory, until_stopped, work_directory
 from swift_ft.lab.determinism.runs import RUN, Config, ScriptRuns, SessionRuns
 from swift_ft.lab.determinism.verify import (
     DIFFERS,

@@ -5,16 +5,9 @@ import sys
 from collections.abc import Sequence
 
 from swift_ft import fault_grammar
-from swift_ft.cli_parser import Parser
+from swift_ft.cli_parser import Parser, check_file, write, write_json
 from swift_ft.errors import UsageError
-from swift_ft.lab.command_line import (
-    check_directory,
-    check_file,
-    until_stopped,
-    work_directory,
-    write,
-    write_json,
-)
+from swift_ft.lab.command_line import check_directory, until_stopped, work_directory
 from swift_ft.lab.drill import options, report, run
 from swift_ft.lab.drill.config import OPTIONS, DrillConfig
 from swift_ft.lab.drill.console import page, show

@@ -4,9 +4,9 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from swift_ft.cli_parser import Parser
+from swift_ft.cli_parser import Parser, add_json, check_file, write_json
 from swift_ft.errors import UsageError
-from swift_ft.lab.command_line import add_json, check_file, duration, write_json
+from swift_ft.lab.command_line import duration
 from swift_ft.lab.goodput import figures, report, ways
 from swift_ft.text import show, time_words
 

@@ -11,9 +11,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from swift_ft._pb import coordinator_pb2 as pb
-from swift_ft.cli_parser import Parser, argument, command, import_with_extra
+from swift_ft.cli_parser import (
+    Parser,
+    add_json,
+    argument,
+    check_file,
+    command,
+    import_with_extra,
+    write,
+    write_json,
+)
 from swift_ft.errors import UsageError
-from swift_ft.lab.command_line import add_json, check_file, duration, size, write, write_json
+from swift_ft.lab.command_line import duration, size
 from swift_ft.lab.plan import running_job
 from swift_ft.lab.plan.profile import Cap, Profile, read
 from swift_ft.text import flag_of, job_called, show, tell

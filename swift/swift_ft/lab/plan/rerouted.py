@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from swift_ft.cli_parser import Parser
+from swift_ft.cli_parser import Parser, add_json, check_file, write_json
 from swift_ft.errors import UsageError
-from swift_ft.lab.command_line import add_json, check_file, check_ranges, write_json
+from swift_ft.lab.command_line import check_ranges
 from swift_ft.planner.assignment import Assignment
 from swift_ft.planner.schedule import ACTIONS_MAX, Costs, Step, Work, owners_of, period, plan_step
 from swift_ft.text import show, table

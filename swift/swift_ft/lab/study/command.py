@@ -9,11 +9,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from swift_ft.cli_parser import Parser
+from swift_ft.cli_parser import Parser, check_file, write, write_json
 from swift_ft.errors import UsageError
 from swift_ft.files import make_directory
 from swift_ft.lab.bench import output
-from swift_ft.lab.command_line import check_file, until_stopped, write, write_json
+from swift_ft.lab.command_line import until_stopped
 from swift_ft.lab.drill.config import versions
 from swift_ft.lab.study import figures, page, running
 from swift_ft.lab.study.settings import DEFAULT, QUICK, STRATEGIES, TASKS, Cell, Settings
