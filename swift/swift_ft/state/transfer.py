@@ -370,7 +370,7 @@ def _is_bytes(tensor: torch.Tensor) -> bool:
 
 
 def _same(one: torch.Tensor, other: torch.Tensor | None) -> bool:
-    return other is not None and (one.data_ptr(), one.stride()) == (other.data_ptr(), other.stride())
+    return other is not None and identity(one) == identity(other)
 
 
 def _check_memory(sizes: Iterable[int]) -> None:
