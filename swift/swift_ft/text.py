@@ -38,11 +38,11 @@ def last_line(output: str, length_max: int = 200) -> str:
     return one_line(next(filter(None, lines), "")[:length_max])
 
 
-def listed(names: Iterable[str], shown_max: int = 8) -> str:
+def listed(names: Iterable[object], shown_max: int = 8) -> str:
     """Joins all names, or the first ones and the number of the rest."""
-    names = list(names)
-    more = len(names) - shown_max
-    return ", ".join(names[:shown_max]) + (f" and {more} more" if more > 0 else "")
+    words = list(map(str, names))
+    more = len(words) - shown_max
+    return ", ".join(words[:shown_max]) + (f" and {more} more" if more > 0 else "")
 
 
 def table(rows: Sequence[Sequence[str]], left: int | Collection[int] = 1) -> list[str]:

@@ -129,7 +129,7 @@ class Told:
         if first:
             return []
         step = f" at step {view.plan.target_version}" if view.HasField("plan") else ""
-        without = f", without rank {listed(map(str, view.vacant))}" if view.vacant else ""
+        without = f", without rank {listed(view.vacant)}" if view.vacant else ""
         return [f"the job goes on{step}{without}"]
 
     def _plans(self, view: pb.View) -> list[str]:

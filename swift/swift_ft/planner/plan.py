@@ -40,6 +40,7 @@ from swift_ft.planner.replay_cost import Predictor, StageCost, costs_of, predict
 from swift_ft.planner.settings import PlanConfig
 from swift_ft.planner.strategies import TABLE, Begins, Way, may_replay, replaying
 from swift_ft.planner.types import Report, Strategy, StreamSummary
+from swift_ft.text import listed
 
 # Selection of the steps under way that may be finished.
 
@@ -650,7 +651,7 @@ class _Situation:
                 ranks_of = [rank for group in members for rank in group]
                 lacking += [rank for rank in ranks_of if not reach.of_rank(rank)] or ranks_of
         if lacking:
-            who = f"rank {_listed(sorted(lacking))}"
+            who = f"rank {listed(sorted(lacking), NAMED_MAX)}"
             return (
                 None,
                 f"no complete checkpoint at version {target} or before for {who}, which holds no state",
@@ -728,7 +729,7 @@ class _Situation:
 
     def _reached(self, reach: Reach) -> str:
         named = [
-            f"{self._name([group])}: {_listed(sorted(reach.of_group(group), reverse=True)) or 'none'}"
+            f"{self._name([group])}: {listed(sorted(reach.of_group(group), reverse=True), NAMED_MAX) or 'none'}"
             for group in self._groups[:NAMED_MAX]
         ]
         more = len(self._groups) - len(named)
@@ -738,7 +739,7 @@ class _Situation:
         stages = sorted(stage for group in members for stage in self._assignment.stages[group[0]])
         if not stages:
             return _ranks(members[0])
-        return f"{'stage' if len(stages) == 1 else 'stages'} {_listed(stages)}"
+        return f"{'stage' if len(stages) == 1 else 'stages'} {listed(stages, NAMED_MAX)}"
 
 
 def _but(refused: Refusals, why: str) -> str:
@@ -762,12 +763,7 @@ def _summary(ranks: Sequence[RankPlan], target: int) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {_listed(ranks)}"
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    more = len(numbers) - NAMED_MAX
-    return ", ".join(map(str, numbers[:NAMED_MAX])) + (f" and {more} more" if more > 0 else "")
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed(ranks, NAMED_MAX)}"
 
 
 def without_log(
