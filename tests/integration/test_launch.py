@@ -460,7 +460,8 @@ def test_a_machine_is_lost_and_another_takes_its_place(
     assert replacement.env["GROUP_RANK"] == ranks[lost].env["GROUP_RANK"]
     for number in (0, 1):
         other.go(number)
-    assert [launch.wait()[0] for launch in (launches[1 - lost], other)] == [0, 0]
+    ends = [launch.wait() for launch in (launches[1 - lost], other)]
+    assert [code for code, _ in ends] == [0, 0], ends
     assert ranks[1 - lost].pid == other.ranks(1 - lost)[-1].pid  # never started anew
 
 

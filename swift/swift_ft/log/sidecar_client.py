@@ -78,7 +78,7 @@ def _start(module: str) -> "tuple[subprocess.Popen[bytes], socket.socket]":
 
 
 def _hand_ring(process: "subprocess.Popen[bytes]", ours: socket.socket, ring: int, wake: int) -> None:
-    """Sends the descriptors. Raises OSError if the sidecar is dead."""
+    """Sends the descriptors to a sidecar that was started ahead. Raises OSError if it is dead."""
     try:
         socket.send_fds(ours, [b"\n"], [ring, wake])
     except OSError:
@@ -502,9 +502,12 @@ class SidecarWriter:
         else:
             try:
                 process, ours = _start(self.module)
-                _hand_ring(process, ours, self._memory.fd, self._wake)
             except OSError as error:
                 raise ServiceError(f"the log's sidecar cannot be started: {error}") from None
+            try:
+                socket.send_fds(ours, [b"\n"], [self._memory.fd, self._wake])
+            except OSError:
+                process.kill()  # as in `_send`: it is replaced, or its end is reported
         with self.changed:
             # Within the lock: no request may be sent before "begin".
             self._process, self._socket = process, ours

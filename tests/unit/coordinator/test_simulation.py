@@ -14,6 +14,7 @@ every acknowledged message said once only.
 import contextlib
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
@@ -521,6 +522,7 @@ class Simulation(Followers, RuleBasedStateMachine):
             assert row.state is State.FINISHED, f"stuck in {row.state}: {row}"
 
 
+@pytest.mark.timeout(400)  # some 30 s of calculation
 def test_random_histories() -> None:
     run_state_machine_as_test(
         Simulation,

@@ -3,7 +3,9 @@
 import ctypes
 import os
 import signal
+import socket
 import struct
+import subprocess
 import threading
 from contextlib import closing
 
@@ -488,8 +490,21 @@ def test_a_successor_claims_nothing_of_a_log_that_was_given_up() -> None:
     os.close(wake)
 
 
-def test_a_sidecar_that_cannot_live_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_sidecar_that_cannot_live_is_said_in_one_line(
+    at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`at_once`: it has ended before it is sent the ring."""
     monkeypatch.setattr(Writer, "module", "swift_ft.log.no_such_module")
+    start = sidecar_client._start
+
+    def start_and_see_it_end(module: str) -> "tuple[subprocess.Popen[bytes], socket.socket]":
+        process, ours = start(module)
+        process.wait()
+        return process, ours
+
+    if at_once:
+        monkeypatch.setattr(sidecar_client, "_start", start_and_see_it_end)
     with InProcess() as running, writing(running) as writer:
         eventually(lambda: writer._dead, 30.0)
         for _ in range(2):
