@@ -1,4 +1,4 @@
-"""Shared by the laboratory's commands: values with units, files of results, work directories, the end by a signal."""
+"""Shared by the laboratory's commands: values with units, ranges, directories, the end by a signal."""
 
 import argparse
 import contextlib
