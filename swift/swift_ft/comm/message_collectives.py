@@ -17,6 +17,7 @@ from swift_ft.comm.worker_thread import Runner, Task
 from swift_ft.device import Event, accelerator_in_use
 
 _SMALL_BYTES = 4096  # below, one exchange of everything is faster than two of parts
+_POOLED_MAX = 64  # buffers of different sizes that are kept: a trainer's sizes may differ in every step
 
 
 class Message(Pending, Protocol):
@@ -132,7 +133,7 @@ class Messages:
         self._own, self._n = own, n
         self._sequence = 0
         self._error: Exception | None = None
-        self._pool: dict[tuple[torch.dtype, int, torch.device], list[torch.Tensor]] = {}
+        self._pool: dict[tuple[torch.dtype, int, torch.device], torch.Tensor] = {}
 
     def carry_out(self, run: Collective) -> None:
         """Runs some collectives. Raises RuntimeError if one has failed before.
@@ -237,11 +238,13 @@ class Messages:
 
     def _take(self, like: torch.Tensor, numel: int) -> torch.Tensor:
         """Returns a buffer, if possible a used one: fresh memory of a bucket's size is slow (the kernel clears it)."""
-        kept = self._pool.get((like.dtype, numel, like.device))
-        return kept.pop() if kept else torch.empty(numel, dtype=like.dtype, device=like.device)
+        kept = self._pool.pop((like.dtype, numel, like.device), None)
+        return torch.empty(numel, dtype=like.dtype, device=like.device) if kept is None else kept
 
     def _give(self, buffer: torch.Tensor) -> None:
-        self._pool.setdefault((buffer.dtype, buffer.numel(), buffer.device), []).append(buffer)
+        if len(self._pool) >= _POOLED_MAX:
+            self._pool.clear()
+        self._pool[buffer.dtype, buffer.numel(), buffer.device] = buffer
 
 
 class _All:

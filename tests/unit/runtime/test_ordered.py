@@ -65,6 +65,17 @@ def test_large_sums_go_over_the_wire_as_a_ring_would_send_them() -> None:
     assert network.sent == n * 2 * (n - 1) * (numel // n)
 
 
+def test_sums_of_ever_other_sizes_keep_few_buffers() -> None:
+    def run(messages: Messages, rank: int) -> None:
+        for more in range(100):
+            tensor = torch.full((2000 + 2 * more,), float(rank + 1))
+            messages.all_reduce(tensor, operation(None))
+            assert torch.equal(tensor, torch.full_like(tensor, 3.0))
+        assert 0 < len(messages._pool) <= 64
+
+    on_all(2, run)
+
+
 def test_parts_are_scattered_gathered_and_broadcast() -> None:
     n = 3
     own = values(n, 6, 5)
