@@ -11,6 +11,7 @@ import math
 import re
 import sys
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from swift_ft.errors import UsageError
@@ -83,6 +84,12 @@ def show(lines: Iterable[object]) -> None:
 
 def tell(line: object, who: str = "swift") -> None:
     print(one_line(f"{who}: {line}" if who else line), file=sys.stderr, flush=True)
+
+
+def tell_if_possible(line: object) -> None:
+    """Does as `tell` in a rank, which goes on if stderr is closed or full."""
+    with suppress(OSError, ValueError):
+        tell(line)
 
 
 class _Unread(io.FileIO):

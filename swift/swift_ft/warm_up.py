@@ -16,10 +16,9 @@ import logging
 import os
 import sys
 import threading
-import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NoReturn
@@ -79,8 +78,6 @@ class _Process:
         self.under_way: OneRun | None = None
         self.said: tuple[int, int] | None = None
         """(a rank) The pipe to the launcher: descriptor and inode."""
-        self.began = 0.0
-        self.waited = 0.0
 
 
 _process = _Process()
@@ -99,11 +96,9 @@ def this_run() -> OneRun:
     return _process.under_way
 
 
-def begin_script(said_fd: int | None = None) -> None:
-    """(worker) Starts the clock, just before the script's first line. `said_fd`: a rank's pipe to the launcher."""
-    _process.began, _process.waited = time.monotonic(), 0.0
-    if said_fd is not None:
-        _process.said = said_fd, os.fstat(said_fd).st_ino
+def begin_script(said_fd: int) -> None:
+    """(worker) Called just before the script's first line. `said_fd`: the rank's pipe to the launcher."""
+    _process.said = said_fd, os.fstat(said_fd).st_ino
 
 
 def begin_session() -> None:
@@ -114,21 +109,6 @@ def begin_session() -> None:
     with suppress(OSError):
         if said is not None and os.fstat(said[0]).st_ino == said[1]:
             os.write(said[0], b"s")
-
-
-def script_seconds() -> float:
-    """Returns the seconds since `begin_script`, without those in `waiting`."""
-    return time.monotonic() - _process.began - _process.waited
-
-
-@contextmanager
-def waiting() -> Iterator[None]:
-    """(context manager) Excludes the time spent waiting for other ranks."""
-    began = time.monotonic()
-    try:
-        yield
-    finally:
-        _process.waited += time.monotonic() - began
 
 
 def warm_up(script: Callable[[], object]) -> Warmed:
@@ -156,7 +136,6 @@ def rehearse(script: Callable[[], object], version: int, end: Callable[[Rehearse
     run = OneRun(version, rehearses=True, gives_up=lambda why: end(Rehearsed(why_not=why)))
     _process.under_way = run
     reinitialization.begin_warm_up()
-    begin_script()
     why_not, passing = _leave(script, run)
     end(Rehearsed(steps=run.steps, difference=run.difference, why_not=why_not, passing=passing))
 
@@ -165,7 +144,6 @@ def _run(script: Callable[[], object], run: OneRun) -> Warmed:
     before, left_before = reinitialization.state(), _Left()
     _process.under_way = run
     reinitialization.begin_warm_up()
-    begin_script()
     try:
         why_not, passing = _leave(script, run)
         run.moved = lambda _error: False  # the old function refers to the model

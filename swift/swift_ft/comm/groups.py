@@ -38,7 +38,7 @@ from swift_ft.errors import UsageError
 if TYPE_CHECKING:
     from swift_ft.train.batch_redistribution import Answers
     from swift_ft.train.collective_policy import Gate
-    from swift_ft.train.tape import Tape
+    from swift_ft.train.recording import Tape
 
 
 # torch's Work objects: messages and collectives that torch can wait for.

@@ -9,12 +9,12 @@ training_state          all state that a step changes, rolled back if the step i
 updates                 from gradients to an update that all ranks apply or none: reducer, tied_weights,
                         pipeline_collectives, lossy (finishes an interrupted step with the remaining ranks)
 stage                   pipeline stages that log: boundary_log (records, or answers from the log), log_session
-collective_policy       which collectives a trainer may use: set_up (before the run); tape (their recordings)
+collective_policy       which collectives a trainer may use: set_up (before the run)
 coordinator_session     membership: join, lease, notices; generation: the groups of the current View
 replay                  gets a rank to the plan's version: strategies, shared_replay, replay_helper, gradient_chain
 checkpointing           checkpoints and early checkpoints; snapshots: copies in host memory
 staggering              steps that begin while other stages finish theirs
-batch_redistribution    batches of vacant ranks: rerouting, rerouted_call, gradient_sums
+batch_redistribution    batches of vacant ranks: rerouting, rerouted_call
 recording, rehearsal    recording of a step, and the process that repeats the step and compares
 step_digests            digests of a step's inputs and results: transcript; verification compares replicas and runs
 fault_points            fault injection at exact coordinates

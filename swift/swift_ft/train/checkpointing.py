@@ -4,9 +4,7 @@ A failed write does not stop training: the previous checkpoint stays the newest 
 beyond it. The write is retried until it succeeds or the next checkpoint is due. Heartbeats report it meanwhile.
 """
 
-import sys
 from collections.abc import Callable
-from contextlib import suppress
 
 from swift_ft import events
 from swift_ft._pb import coordinator_pb2 as pb
@@ -15,6 +13,7 @@ from swift_ft.log.record import Dropped
 from swift_ft.log.sidecar_client import SidecarWriter
 from swift_ft.state import complete_mark
 from swift_ft.state.checkpoint_store import Unsaved
+from swift_ft.text import tell_if_possible
 from swift_ft.train.coordinator_session import Member
 from swift_ft.train.participants import Participant, Site, Step
 from swift_ft.train.recording import Recording
@@ -166,12 +165,10 @@ class Saving(Participant):
             events.emit(
                 "checkpoint_failed", rank=self._site.rank, version=unsaved.version, reason=unsaved.reason
             )
-            with suppress(OSError, ValueError):
-                print(
-                    f"swift: rank {self._site.rank} cannot write the checkpoint of version {unsaved.version}: "
-                    f"{unsaved.reason}; it is tried again, and the one of version {newest} stands",
-                    file=sys.stderr,
-                )
+            tell_if_possible(
+                f"rank {self._site.rank} cannot write the checkpoint of version {unsaved.version}: "
+                f"{unsaved.reason}; it is tried again, and the one of version {newest} stands"
+            )
 
         self._site.store.save(
             self._site.state.version,

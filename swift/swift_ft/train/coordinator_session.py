@@ -6,11 +6,9 @@ this rank to stop, the watcher interrupts the trainer's thread wherever it waits
 
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 from swift_ft import events
@@ -20,6 +18,7 @@ from swift_ft.coordinator_client import CoordinatorClient, Unanswered
 from swift_ft.errors import Fenced, JobFailed, ServiceError, SwiftError, UnknownJob, UsageError
 from swift_ft.state import complete_mark
 from swift_ft.state.checkpoint_place import Place
+from swift_ft.text import tell_if_possible
 
 ENV_RUN = "SWIFT_RUN"
 """Environment variable: identity of the launcher that started this process."""
@@ -225,12 +224,7 @@ class Member:
 
     def _say_unknown(self, error: UnknownJob) -> None:
         if self.identity.rank == 0 and not self._said_unknown:
-            with suppress(OSError, ValueError):
-                print(
-                    f"swift: {error}; training goes on, but the job can neither recover nor finish",
-                    file=sys.stderr,
-                    flush=True,
-                )
+            tell_if_possible(f"{error}; training goes on, but the job can neither recover nor finish")
         self._said_unknown = True
 
     def _say_wanted(self) -> None:

@@ -70,10 +70,9 @@ class Retries:
             return ""
         with suppress(OSError, ValueError):
             traceback.print_exception(error)
-            print(
-                f"swift: rank {self._rank}: step {self._step} is done again "
-                f"({len(self._raised)} of --retry-exceptions {self._allowed})",
-                file=sys.stderr,
+            tell(
+                f"rank {self._rank}: step {self._step} is done again "
+                f"({len(self._raised)} of --retry-exceptions {self._allowed})"
             )
         return f"step {self._step} raised {words}, and is done again"
 

@@ -104,7 +104,7 @@ class Reduction:
 
         def run(collectives: Collectives) -> None:
             if shares is not None:
-                sum_by_origin(collectives, flat, shares.rows, shares.scale)
+                flat[0].copy_(summed_by_origin(collectives, flat, shares.rows, shares.scale))
             elif ordered:
                 collectives.all_reduce(flat[0], add)
             else:
@@ -265,13 +265,6 @@ def parts_of(bucket: Bucket, contribution: Contribution) -> list[torch.Tensor]:
     """Returns a contribution's sections of a flat copy, in the layout of `Reducer.launch`."""
     used = _flags([contribution.has(p) for p in bucket], bucket)
     return [*(contribution.numbers(p).reshape(-1) for p in bucket), used]
-
-
-def sum_by_origin(
-    collectives: Collectives, rows: torch.Tensor, whose: Sequence[Sequence[Row]], scale: int = 1
-) -> None:
-    """Writes the result of `summed_by_origin` into the first row."""
-    rows[0].copy_(summed_by_origin(collectives, rows, whose, scale))
 
 
 def summed_by_origin(

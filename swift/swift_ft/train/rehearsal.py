@@ -35,11 +35,10 @@ from swift_ft.state.transfer import local
 from swift_ft.train.boundary_log import BACKWARD, FORWARD, NoCapture
 from swift_ft.train.coordinator_session import own_servers
 from swift_ft.train.participants import Site, TrainStep
-from swift_ft.train.recording import STEPS, ThoroughWatch, decoded
+from swift_ft.train.recording import STEPS, Results, Tape, ThoroughWatch, decoded
 from swift_ft.train.replay import Standstill
 from swift_ft.train.step_digests import Witness, let_pass
 from swift_ft.train.strategies import load_checkpoint
-from swift_ft.train.tape import Results, Tape
 from swift_ft.train.transcript import GIVEN, RESULT, SENT, Seen, Transcript
 
 # A shadow: a process that runs the training script as a rank would, without holding the rank. It is either a spare

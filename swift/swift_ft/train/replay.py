@@ -37,6 +37,7 @@ from swift_ft.log.reader import Holdings, LogReader
 from swift_ft.log.record import KINDS, RecordKey, Steps, collectives, declared, mark, spanned
 from swift_ft.log.sidecar_client import SidecarWriter
 from swift_ft.planner import Help, Plan
+from swift_ft.text import tell_if_possible
 from swift_ft.train.coordinator_session import Member
 from swift_ft.train.log_session import FLUSH_TIMEOUT_S, log_totals
 from swift_ft.train.participants import Copied, Site
@@ -447,7 +448,7 @@ class Standstill:
                 self._refuse(why)
             self._over.wait(_ASK_AGAIN_S)
         if not self._over.wait(FREED_WITHIN_S):
-            print(f"swift: {why}; this process ends, and is replaced", file=sys.stderr, flush=True)
+            tell_if_possible(f"{why}; this process ends, and is replaced")
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -599,9 +600,8 @@ class Restorer:
 
     def _streams_read(self, plan: Plan) -> list[str]:
         boundaries = [stream for stage in self._site.state.stages for stream in stage.streams_read()]
-        return (
-            boundaries if plan.collective_source < 0 else [*boundaries, collectives(plan.collective_source)]
-        )
+        source = plan.collective_source
+        return boundaries if source < 0 else [*boundaries, collectives(source)]
 
     def _replayed_too(self, plan: Plan) -> dict[int, int]:
         """Returns stages of other ranks that are replayed as well -> the version from which they are."""

@@ -52,7 +52,7 @@ from swift_ft.train.log_session import OwnLog
 from swift_ft.train.lossy import CutStep, World
 from swift_ft.train.participants import Participant, Site, TrainStep
 from swift_ft.train.pipeline_collectives import Crossing
-from swift_ft.train.recording import Recording, ThoroughWatch
+from swift_ft.train.recording import Recording, Tape, ThoroughWatch
 from swift_ft.train.reducer import Reducer, Shares, is_ordered
 from swift_ft.train.rehearsal import Rehearsal, Shadow, Warming
 from swift_ft.train.rerouting import Rerouting
@@ -62,7 +62,6 @@ from swift_ft.train.stage import LoggedPipelineStage, adopt, inferred_whole, log
 from swift_ft.train.staggering import Staggering
 from swift_ft.train.step import Ending, Lines
 from swift_ft.train.step_digests import Witness, watch_forwards
-from swift_ft.train.tape import Tape
 from swift_ft.train.tied_weights import Ties
 from swift_ft.train.training_state import TrainerState
 from swift_ft.train.updates import Losses, Updates
@@ -102,15 +101,9 @@ class Session:
             reinitialization.begin_session(self)
         fingerprint = determinism_fingerprint(config.undo)
         Memory.create(config.log_queue_bytes).close()  # refused here, before the rank joins
-        with warm_up.waiting():
-            member.join(
-                self.world_size,
-                config.agreed(),
-                fingerprint,
-                self._engine,
-                checkpoints=place_at(checkpoint_dir),
-            )
-            self._engine.membership.form()
+        checkpoints = place_at(checkpoint_dir)
+        member.join(self.world_size, config.agreed(), fingerprint, self._engine, checkpoints=checkpoints)
+        self._engine.membership.form()
 
     @classmethod
     def from_env(
@@ -385,7 +378,6 @@ class Session:
         self._set_up.agree(self._gate.made)
         if self._shadow is not None:
             self._shadow.run(self._gate.around(train_step), num_steps)
-        events.emit("run_begin", rank=self.rank, script_seconds=warm_up.script_seconds())
         self._engine.run(self._gate.around(train_step), num_steps)
         self._gate.over = True
 

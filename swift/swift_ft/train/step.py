@@ -8,7 +8,6 @@
 import json
 import math
 import os
-import sys
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from swift_ft.device import Pulse
 from swift_ft.errors import JobFailed, UsageError
 from swift_ft.files import make_directory, open_regular
 from swift_ft.log.sidecar_client import SidecarWriter
+from swift_ft.text import tell_if_possible
 from swift_ft.train.checkpointing import Saving, flush_at_end
 from swift_ft.train.failures import Retries
 from swift_ft.train.log_session import FLUSH_TIMEOUT_S, log_totals
@@ -73,11 +73,9 @@ class Lines(Participant):
         except OSError as error:
             if not self._said:
                 self._said = True
-                with suppress(OSError, ValueError):
-                    print(
-                        f"swift: {self._path} cannot be written ({error.strerror}): it lacks lines from step {step} on",
-                        file=sys.stderr,
-                    )
+                tell_if_possible(
+                    f"{self._path} cannot be written ({error.strerror}): it lacks lines from step {step} on"
+                )
 
     def end_step(self, step: Step) -> None:
         self.end(step.number, lasts=step.due)

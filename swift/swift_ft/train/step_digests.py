@@ -28,8 +28,6 @@ from swift_ft import torch_private
 from swift_ft.device import Readings
 from swift_ft.state.digests import digest_there, digests, read
 from swift_ft.train.transcript import INPUT, LOSS, OUTPUT, Difference, Seen, Transcript
-from swift_ft.train.transcript import RESULT as RESULT
-from swift_ft.train.transcript import TARGET as TARGET
 
 SAMPLED_BYTES = 1 << 20
 """Bytes of a larger tensor that are digested, evenly spaced."""

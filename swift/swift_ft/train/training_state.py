@@ -3,7 +3,6 @@
 import copy
 import json
 import random
-import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,6 +38,7 @@ from swift_ft.state.tensors import digest
 from swift_ft.state.torch_settings import Settings
 from swift_ft.state.transfer import local
 from swift_ft.state.tree import split
+from swift_ft.text import tell_if_possible
 from swift_ft.train.updates import Standing, Updates
 
 # Registered objects that a recovery can restore: anything with a state, random generators, and plain lists, dicts and
@@ -274,10 +274,9 @@ def say_overruled(optimizers: Optimizers, script: Begun, job: Begun) -> None:
                     found.append(f"the parameters of {where}" if key == _NAMES else value)
     if found:
         more = f" and {len(found) - _SAID_MAX} others" if len(found) > _SAID_MAX else ""
-        print(
-            "swift: the script has other hyperparameters than when the job began, and what the job has goes on: "
-            f"{'; '.join(found[:_SAID_MAX])}{more}; to change them, set them in train_step, from a step on",
-            file=sys.stderr,
+        tell_if_possible(
+            "the script has other hyperparameters than when the job began, and what the job has goes on: "
+            f"{'; '.join(found[:_SAID_MAX])}{more}; to change them, set them in train_step, from a step on"
         )
 
 
@@ -561,7 +560,7 @@ class TrainerState:
                     load_object(name, thing, state)
             except ServiceError as error:
                 self.present = False  # a restore follows, which may succeed
-                print(f"swift: {error}: the state of this rank is restored", file=sys.stderr)
+                tell_if_possible(f"{error}: the state of this rank is restored")
         if self._changed_otherwise():
             self.present = False  # the old values are lost; they are kept from the next step on
         self._kept.restore()

@@ -17,10 +17,9 @@ from the next one on.
 """
 
 import math
-import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -33,6 +32,7 @@ from swift_ft.errors import NonFiniteLoss, UsageError
 from swift_ft.state import fsdp
 from swift_ft.state.carried_gradients import LeftGradients
 from swift_ft.state.journal import Journal, UndoResult
+from swift_ft.text import tell_if_possible
 from swift_ft.train.boundary_log import Channel
 from swift_ft.train.config import SessionConfig
 from swift_ft.train.lossy import CutStep
@@ -86,13 +86,9 @@ class Losses:
         if self._choice == "fail":
             raise NonFiniteLoss(f"{words}: checkpoints up to version {step} are of before it")
         if begins:
-            with suppress(OSError, ValueError):
-                print(
-                    f"swift: rank {self._channel.rank}: {words}; training goes on "
-                    "(non_finite_loss='fail' ends the job)",
-                    file=sys.stderr,
-                    flush=True,
-                )
+            tell_if_possible(
+                f"rank {self._channel.rank}: {words}; training goes on (non_finite_loss='fail' ends the job)"
+            )
 
 
 def _has_numbers(loss: torch.Tensor) -> bool:
@@ -289,7 +285,7 @@ class Updates:
         if self.wait_free:
             events.emit("undo_mode", mode=journal.mode, reason=journal.why)
             if journal.why:
-                print(f"swift: undo: {journal.why}", file=sys.stderr)
+                tell_if_possible(f"undo: {journal.why}")
         self.journals.append(journal)
         self.optimizers.append(optimizer)
         updates = self
@@ -525,10 +521,9 @@ class Updates:
                 if not journal.applied:
                     self._average(optimizer)  # a replica that has updated waits for it
         if not self.stepped and not self._version and not self._channel.replaying:
-            print(
-                "swift: step 0 has ended without optimizer.step(); that is well if it was skipped on purpose, or if "
-                "gradients are accumulated over several steps",
-                file=sys.stderr,
+            tell_if_possible(
+                "step 0 has ended without optimizer.step(); that is well if it was skipped on purpose, or if "
+                "gradients are accumulated over several steps"
             )
         self._ending = True
         self.commit()

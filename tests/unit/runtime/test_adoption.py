@@ -15,7 +15,7 @@ from swift_ft.planner import Assignment
 from swift_ft.state.loaders import OriginLoader
 from swift_ft.train.batch_redistribution import Accumulator, Adoption
 from swift_ft.train.config import SessionConfig, fitted
-from swift_ft.train.reducer import Row, sum_by_origin
+from swift_ft.train.reducer import Row, summed_by_origin
 from tests.unit.recovery.test_assignment import dropped_origins
 from tests.unit.runtime.test_ordered import on_all, values
 from tests.unit.runtime.wired import site_of, step_of
@@ -36,9 +36,13 @@ def test_a_sum_is_taken_in_the_order_of_origins_whoever_has_them(
     of = values(len(owners), numel, seed, dtype)
     expected = functools.reduce(lambda a, b: a + b, [value.clone() for value in of])
     rows = [torch.stack([of[row.origin] for row in theirs]) for theirs in origins]
-    on_all(len(there), lambda messages, place: sum_by_origin(messages, rows[place], origins))
-    for each in rows:
-        assert torch.equal(each[0], expected)
+    sums: dict[int, torch.Tensor] = {}
+    on_all(
+        len(there),
+        lambda messages, place: sums.update({place: summed_by_origin(messages, rows[place], origins)}),
+    )
+    assert len(sums) == len(rows)
+    assert all(torch.equal(each, expected) for each in sums.values())
 
 
 @settings(max_examples=60, deadline=None)
@@ -72,9 +76,13 @@ def test_an_origin_in_parts_is_summed_as_its_own_rank_would_have_done_it(
         of_origin[origin] = accumulated.div_(scale)
     expected = functools.reduce(lambda a, b: a + b, [of_origin[origin] for origin in sorted(of_origin)])
     flat = [torch.stack(mine) for mine in rows]
-    on_all(members, lambda messages, place: sum_by_origin(messages, flat[place], whose, scale))
-    for each in flat:
-        assert torch.equal(each[0], expected)
+    sums: dict[int, torch.Tensor] = {}
+    on_all(
+        members,
+        lambda messages, place: sums.update({place: summed_by_origin(messages, flat[place], whose, scale)}),
+    )
+    assert len(sums) == len(flat)
+    assert all(torch.equal(each, expected) for each in sums.values())
 
 
 def test_vacant_slots_go_round_those_that_are_left() -> None:

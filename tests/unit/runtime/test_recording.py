@@ -20,6 +20,7 @@ from swift_ft.train.recording import (
     STEPS,
     TIMES_AT_START,
     Recording,
+    Tape,
     ThoroughWatch,
     decoded,
     encoded,
@@ -28,7 +29,6 @@ from swift_ft.train.recording import (
     transcripts,
 )
 from swift_ft.train.step_digests import Witness
-from swift_ft.train.tape import Tape
 from swift_ft.train.transcript import ENTERS, GIVEN, GRADIENT, LEAVES, STATE, Seen
 from tests.log_client import owned_bytes
 from tests.unit.runtime.wired import ignored, site_of, step_of

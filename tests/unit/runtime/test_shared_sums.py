@@ -14,7 +14,7 @@ from swift_ft.comm.backend import Collective
 from swift_ft.comm.message_collectives import MessageCircuit
 from swift_ft.comm.worker_thread import Runner, Task
 from swift_ft.errors import UsageError
-from swift_ft.train.gradient_sums import Parameter, SharedSums, Turn
+from swift_ft.train.rerouted_call import Parameter, SharedSums, Turn
 from tests.local_backend import LocalWire, Network, in_parallel
 
 SHAPES = [(3, 5), (1,), (0,), (7, 2), (4,)]

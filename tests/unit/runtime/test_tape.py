@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from swift_ft.comm.backend import Rehearsed
+from swift_ft.train.recording import SMALL_BYTES, Results, Tape
 from swift_ft.train.step_digests import Witness
-from swift_ft.train.tape import SMALL_BYTES, Results, Tape
 from swift_ft.train.transcript import GIVEN, Seen
 from tests.unit.runtime.wired import ignored
 
