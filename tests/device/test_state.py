@@ -20,8 +20,8 @@ from swift_ft.state.digests import digest_there, read, sums
 from swift_ft.state.tensors import byte_view, differ, digest, fill, in_place, to_tensor
 from swift_ft.state.transfer import Transfer, receive_state, send_state
 from swift_ft.state.tree import join
-from swift_ft.train.boundary_log import FORWARD
 from swift_ft.train.config import SessionConfig
+from swift_ft.train.profiling import FORWARD
 from swift_ft.train.snapshots import SnapshotCopy
 from swift_ft.train.stage import LoggedPipelineStage
 from tests.device.simulated import engine_view, held, no_waits, waits

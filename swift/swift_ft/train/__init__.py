@@ -6,8 +6,8 @@ engine                  a rank's life cycle: steps, and recoveries between them
 participants            what takes part in each step, by the settings
 step                    one step: completed or dropped; the line that a trainer reports of it
 training_state          all state that a step changes, rolled back if the step is dropped
-updates                 from gradients to an update that all ranks apply or none: reducer, tied_weights,
-                        pipeline_collectives, lossy (finishes an interrupted step with the remaining ranks)
+updates                 from gradients to an update that all ranks apply or none: reducer, pipeline_collectives,
+                        lossy (finishes an interrupted step with the remaining ranks)
 stage                   pipeline stages that log: boundary_log (records, or answers from the log), log_session
 collective_policy       which collectives a trainer may use: set_up (before the run)
 coordinator_session     membership: join, lease, notices; generation: the groups of the current View

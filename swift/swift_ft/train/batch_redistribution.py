@@ -9,9 +9,6 @@ In a pipeline, all ranks of an origin's route run this step together: the remain
 their own step, and ranks of a complete pipeline in place of the missing ones (`Assignment.redistributed`). There is no
 deadlock: a rank that adopts belongs to a complete pipeline, and runs its own step last.
 
-    (engine)  ``check`` once → ``arm`` in each generation
-    (steps)   ``before`` every step → (reducer) ``shares`` → ``after`` it
-
 Requirement: the step gets everything specific to one data-parallel rank from `session.dp_rank` and from loaders created
 by `session.loader`. This is verified before the first step, and in each generation with a new process: each rank
 computes its own gradients and those of the next data-parallel rank, and all ranks compare digests. Memory: one copy of
@@ -36,7 +33,6 @@ from swift_ft.state.loaders import OriginLoader
 from swift_ft.state.transfer import local
 from swift_ft.train.participants import Participant, Site, Step
 from swift_ft.train.reducer import Row, Shares, Whole, check_dense
-from swift_ft.train.step_digests import Witness
 
 # Collectives over a pipeline with missing ranks, after the reduction of gradients.
 #
@@ -219,7 +215,6 @@ class Adoption(Participant):
         site: Site,
         assignment: Callable[[], Assignment],
         groups: Mapping[str, ReconfigurableGroup],
-        witness: Witness,
         loaders: Mapping[str, OriginLoader],
     ) -> None:
         """`assignment` returns this generation's. `groups`: the trainer's groups, by name. `loaders`: of
@@ -230,7 +225,6 @@ class Adoption(Participant):
         self._slot = site.rank
         self._loaders = loaders
         self._assignment = assignment
-        self._witness = witness
         self._begins = False
         """Set in a new generation until the ranks have agreed whether a trial is due."""
         self._tried = False
@@ -334,7 +328,8 @@ class Adoption(Participant):
 
     def _carried_out(self, origin: int, step: Step, result: Callable[[], Result]) -> Result:
         """Runs the trainer's step for this origin up to `Computed`, takes `result()` and rolls the step back."""
-        own, quiet, self._witness.quiet = self._site.channel.origin, self._witness.quiet, True
+        witness = self._site.witness
+        own, quiet, witness.quiet = self._site.channel.origin, witness.quiet, True
         self._site.channel.rehearsing = self.under_way = True
         try:
             with self._site.channel.as_origin(origin):
@@ -351,7 +346,7 @@ class Adoption(Participant):
                     pass
                 given = result()
         finally:
-            self._witness.quiet = quiet
+            witness.quiet = quiet
             self._site.channel.rehearsing = self.under_way = self._answers.early = False
         step.drop()
         return given
@@ -386,9 +381,7 @@ class Adoption(Participant):
         origins = assignment.whole_origins()[own % cell :: cell]
         if len(origins) == 1 and own in origins:
             if not self._tried:
-                self._site.member.say_differs(
-                    step.number, "nobody was left to try out whether one rank can compute another's batches"
-                )
+                self._say_untried(step)
             self._tried = True
         next_to = dict(zip(origins, [*origins[1:], *origins[:1]], strict=True))
         takes_part = len(origins) > 1 and own in origins
@@ -412,6 +405,11 @@ class Adoption(Participant):
                     f"or use {self._for_others()}",
                 )
         self._tried = self._tried or takes_part
+
+    def _say_untried(self, step: Step) -> None:
+        self._site.member.say_differs(
+            step.number, "nobody was left to try out whether one rank can compute another's batches"
+        )
 
     def _for_others(self) -> str:
         """Returns the settings to suggest for a trainer whose steps cannot be run for another rank."""

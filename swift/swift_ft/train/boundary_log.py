@@ -35,7 +35,7 @@ from swift_ft.state.rng import Randomness
 from swift_ft.state.tensors import dtype_name, fill, plain, to_tensor
 from swift_ft.state.transfer import local
 from swift_ft.train.fault_points import FaultInjector
-from swift_ft.train.profiling import WEIGHTS, StepProfile
+from swift_ft.train.profiling import BACKWARD, FORWARD, WEIGHTS, StepProfile
 from swift_ft.train.step_digests import Witness
 from swift_ft.train.transcript import INPUT, LOSS, RESULT, SENT, TARGET
 
@@ -417,8 +417,6 @@ class Shapes:
         time.sleep(_SHAPE_POLL_S)
 
 
-FORWARD = "F"
-BACKWARD = "B"
 _PHASES = {FORWARD: "forward", BACKWARD: "backward", WEIGHTS: "weights"}
 
 # A replay gives up on a record after this time: by then its writer would have been declared dead.
@@ -457,7 +455,7 @@ class Channel:
         """Recovery groups. Sends inside of a group are not logged: its stages replay together and send them again."""
         self.unsettled = False
         """(staggering) The state of the step under way may be taken back, so the step is not logged."""
-        self._rank = rank
+        self.rank = rank
         self._assignment = assignment
         self._origin = assignment.slots[rank].dp_rank
         self.randomness = Randomness(seed, self._origin // assignment.tensor)
@@ -481,7 +479,7 @@ class Channel:
         self._collective_sources: Sequence[int] = ()
         self._reusable: Event | None = None
         """(replay on a device) Behind all work of earlier calls of the schedule, so behind the receive buffers' use."""
-        self._step = 0
+        self.step = 0
         self._ordinals: dict[int, int] = {}
         self._microbatch = 0
         self.finishes_cut_steps = False
@@ -502,16 +500,8 @@ class Channel:
         self._replayed_too: Mapping[int, int] = {}
 
     @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
     def replaying(self) -> bool:
         return self._reader is not None
-
-    @property
-    def step(self) -> int:
-        return self._step
 
     @property
     def origin(self) -> int:
@@ -551,7 +541,7 @@ class Channel:
         self.capture.drop()
 
     def begin_step(self, step: int) -> None:
-        self._step = self.randomness.step = step
+        self.step = self.randomness.step = step
         self._ordinals = {}
         self.profile.begin()
         for cursor in self._cursors.values():
@@ -611,10 +601,10 @@ class Channel:
     def received(self, stage: int, direction: str, microbatch: int, slot: int, buffer: torch.Tensor) -> None:
         """(a step that is recorded) Records what another stage of the recovery group sent: no other stream has it."""
         if self.witness is not None and self.witness.thorough and not self.replaying:
-            self.note(streams.messages(self._rank), self._message_key(direction, microbatch, slot), buffer)
+            self.note(streams.messages(self.rank), self._message_key(direction, microbatch, slot), buffer)
 
     def _message_key(self, direction: str, microbatch: int, slot: int) -> RecordKey:
-        return RecordKey(self._step, 2 * microbatch + (direction == BACKWARD), slot)
+        return RecordKey(self.step, 2 * microbatch + (direction == BACKWARD), slot)
 
     def receive(
         self, stage: int, direction: str, microbatch: int, slot: int, buffer: torch.Tensor, *, early: bool
@@ -622,25 +612,25 @@ class Channel:
         """(replay) Fills a receive buffer with the record of what `stage` sent. Waits if it is not written yet.
         `early`: the buffer is older than this call of the schedule, so a device fills it ahead of what is queued."""
         stream = self.stream(stage, direction)
-        too = self._step >= self._replayed_too.get(stage, self._step + 1)
-        record = self._read(stream, RecordKey(self._step, microbatch, slot), self._share, replayed_too=too)
+        too = self.step >= self._replayed_too.get(stage, self.step + 1)
+        record = self._read(stream, RecordKey(self.step, microbatch, slot), self._share, replayed_too=too)
         if early and self._reusable is None and buffer.device.type != "cpu":
             self._reusable = accelerator_of(buffer.device).mark()
         reusable = self._reusable if early else None
-        fill(buffer, record, f"{stream}@{self._step} microbatch {microbatch}", reusable)
+        fill(buffer, record, f"{stream}@{self.step} microbatch {microbatch}", reusable)
 
     def receive_inside(
         self, stage: int, direction: str, microbatch: int, slot: int, buffer: torch.Tensor
     ) -> None:
         """(rehearsal) Like `receive`, for a message that `received` has recorded."""
-        record = self.recorded(streams.messages(self._rank), self._message_key(direction, microbatch, slot))
-        fill(buffer, record, f"what stage {stage} sent in step {self._step}, microbatch {microbatch}")
+        record = self.recorded(streams.messages(self.rank), self._message_key(direction, microbatch, slot))
+        fill(buffer, record, f"what stage {stage} sent in step {self.step}, microbatch {microbatch}")
 
     def external(
         self, stage: int, kind: str, microbatch: int, slot: int, device: torch.device
     ) -> torch.Tensor:
         """(replay for another rank) Returns an external input or target of the stage, as its owner has logged it."""
-        key = RecordKey(self._step, microbatch, slot)
+        key = RecordKey(self.step, microbatch, slot)
         return to_tensor(self._read(self.stream(stage, kind), key, self._share), device)
 
     def _cursor(self, stream: str, share: ReadFilter | None) -> StreamCursor:
@@ -675,20 +665,17 @@ class Channel:
 
     # --- called by the stages ---
 
-    def logs(self, source: int, destination: int) -> bool:
-        return self.groups.crosses(source, destination)
-
     def entered(self, stage: int, microbatch: int, external: list[torch.Tensor]) -> None:
         """(a forward begins) Records the external inputs and sets the random generators for this microbatch."""
         self._microbatch = microbatch
         for slot, tensor in enumerate(map(local, external)):
             self.saw(INPUT, stage, microbatch, slot, tensor)
-            self._record(self.stream(stage, "X"), RecordKey(self._step, microbatch, slot), tensor, now=True)
+            self._record(self.stream(stage, "X"), RecordKey(self.step, microbatch, slot), tensor, now=True)
         self.randomness.forward(stage, microbatch)
 
     def targeted(self, stage: int, target: torch.Tensor) -> None:
         """Records the target of the microbatch whose forward has just ended."""
-        key, target = RecordKey(self._step, self._microbatch, 0), local(target)
+        key, target = RecordKey(self.step, self._microbatch, 0), local(target)
         self.saw(TARGET, stage, self._microbatch, 0, target)
         self._record(self.stream(stage, "T"), key, target, now=True)
 
@@ -719,7 +706,7 @@ class Channel:
         launched: bool = True,
     ) -> None:
         """Records what a stage sends. `launched`: False if its message is going to be: then once it is."""
-        key = RecordKey(self._step, microbatch, slot)
+        key = RecordKey(self.step, microbatch, slot)
         self._to_record.append((self.stream(stage, direction), key, tensor))
         if launched:
             self.launched()
@@ -749,9 +736,9 @@ class Channel:
                 return
             if direction == FORWARD:
                 self.microbatches_replayed += 1
-            self.faults.replaying(self._step, microbatch)
+            self.faults.replaying(self.step, microbatch)
         else:
-            self.faults.at(_PHASES[direction], self._step, microbatch)
+            self.faults.at(_PHASES[direction], self.step, microbatch)
 
     def fails_at_layers(self, module: torch.nn.Module, *, whole: bool) -> None:
         """(session) Prepares fault injection at layers inside of `module`. Registers a forward hook on each layer of
@@ -763,7 +750,7 @@ class Channel:
 
     def _at_layer(self, phase: str, layer: str) -> None:
         if not self.replaying:
-            self.faults.at(phase, self._step, self._in_microbatch, layer=layer)
+            self.faults.at(phase, self.step, self._in_microbatch, layer=layer)
 
     def recorded(self, stream: str, key: RecordKey) -> Record:
         """(rehearsal) Returns the record that this rank has noted under `key`. Waits for it."""
@@ -819,7 +806,7 @@ class Channel:
         if self._answered:
             self._gives_again(run)
             for key, result in zip(keys, results, strict=True):
-                fill(result.detach(), self._result(name, ranks, key), f"collective {name!r}@{self._step}")
+                fill(result.detach(), self._result(name, ranks, key), f"collective {name!r}@{self.step}")
         else:
             self._check_before_collective()
             run()
@@ -845,7 +832,7 @@ class Channel:
             number = 1 + zlib.crc32(",".join(map(str, sorted(ranks))).encode()) % (1 << 31)
         ordinal = self._ordinals.get(number, 0)
         self._ordinals[number] = ordinal + 1
-        return RecordKey(self._step, number, ordinal)
+        return RecordKey(self.step, number, ordinal)
 
     def _check_before_collective(self) -> None:
         self.check()
@@ -855,9 +842,9 @@ class Channel:
         """(replay) Reads the result from the log of a rank that took part. Raises ReplayRefused if none has it."""
         source = next((rank for rank in self._collective_sources if not ranks or rank in ranks), None)
         if source is None:
-            raise ReplayRefused(f"no living rank has the results of collective {name!r} in step {self._step}")
+            raise ReplayRefused(f"no living rank has the results of collective {name!r} in step {self.step}")
         return self._read(streams.collectives(source), key)
 
     def _gave(self, key: RecordKey, result: torch.Tensor) -> None:
         self.saw(RESULT, 0, key.microbatch, key.slot, result)
-        self._record(streams.collectives(self._rank), key, result, now=True)
+        self._record(streams.collectives(self.rank), key, result, now=True)

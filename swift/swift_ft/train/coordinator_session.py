@@ -70,7 +70,7 @@ class Member:
         self.version = 0  # for heartbeats
         self.replay: Callable[[], pb.ReplayProgress] | None = None
         """Returns the progress of this rank's replay; None while it does not replay."""
-        self._entered = 0
+        self.entered = 0
         self._noticed = 0
         self._fenced = ""
         self._wanted: tuple[int, str] | None = (
@@ -125,7 +125,7 @@ class Member:
         generation = self.client.join(request)
         self._holder: Holder = holder
         self._config = dict(config)
-        self._entered = self._noticed = generation
+        self.entered = self._noticed = generation
         interval_s: float = self.client.call(pb.HeartbeatRequest()).interval_s
         self._resay_s = max(RESAY_S, interval_s / 2)
         self.lease = {
@@ -138,11 +138,6 @@ class Member:
         self.watcher = self.client.watch(self._saw)
         self._heart = threading.Thread(target=self._beat, args=(interval_s,), name="swift-lease", daemon=True)
         self._heart.start()
-
-    @property
-    def joined(self) -> bool:
-        """Returns whether this process holds the rank already, from an earlier session."""
-        return self._heart is not None
 
     def let_go(self) -> None:
         """Detaches the holder. Until the next `join`, no thread is interrupted and no measurement is sent."""
@@ -290,13 +285,9 @@ class Member:
         return bool(self._fenced)
 
     @property
-    def entered(self) -> int:
-        return self._entered
-
-    @property
     def noticed(self) -> bool:
         """Returns whether a newer generation or a stop was announced that this rank has not acted on yet."""
-        return self._noticed > self._entered
+        return self._noticed > self.entered
 
     def check(self) -> None:
         """Raises Interrupted on a newer generation, and Fenced or JobFailed if this rank cannot continue."""
@@ -307,7 +298,7 @@ class Member:
         view = self.watcher.latest
         if view is not None and view.state == pb.FAILED:
             raise JobFailed(f"job {view.job} failed: {view.reason}")
-        raise Interrupted(f"generation {self._noticed} supersedes {self._entered}")
+        raise Interrupted(f"generation {self._noticed} supersedes {self.entered}")
 
     def say(self, statement: Callable[[], None]) -> bool:
         """Calls `statement` and returns whether the coordinator answered; if not, the caller repeats it. Raises its
@@ -331,7 +322,7 @@ class Member:
 
     def enter(self, generation: int) -> None:
         """Records that this rank acts on `generation` from here on; a newer one interrupts it again."""
-        self._entered = max(self._entered, generation)
+        self.entered = max(self.entered, generation)
 
     def close(self) -> None:
         self._closed.set()

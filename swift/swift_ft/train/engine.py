@@ -7,15 +7,10 @@
     RECOVERING   groups rebuilt; roll forward, undo, copy, restore and replay as the plan says; Ready
     RUNNING      from the plan's target version
 
-This module has the loop, the vote, which may have to recover from within a step, and the protocol of a recovery. The
-rest is in parts::
-
-    membership     this rank's generation, its members and its groups               `swift_ft.train.generation`
-    log            the records that this rank writes, and their servers             `swift_ft.train.log_session`
-    steps          one step, done or dropped                                        `swift_ft.train.step`
-    recovery       the way to the plan's version                                    `swift_ft.train.replay`
-    failures       the classification of errors                                     `swift_ft.train.failures`
-    ending         the last version; no rank returns before all have finished       `swift_ft.train.step`
+This module has the loop, the vote, which may have to recover from within a step, and the protocol of a recovery. Its
+parts: members and groups (`swift_ft.train.generation`), this rank's log (`swift_ft.train.log_session`), a step and the
+run's end (`swift_ft.train.step`), the way to a plan's version (`swift_ft.train.replay`), errors
+(`swift_ft.train.failures`).
 """
 
 import os
@@ -39,7 +34,6 @@ from swift_ft.train.recording import Recording
 from swift_ft.train.replay import Restorer
 from swift_ft.train.replay_helper import MakeModule
 from swift_ft.train.step import Ending, Lines, StepRunner
-from swift_ft.train.step_digests import Witness
 from swift_ft.train.training_state import TrainerState
 from swift_ft.train.verification import write_digests, write_every_version
 
@@ -115,7 +109,6 @@ class Engine(Holder):
         ending: Ending,
         lines: Lines,
         recording: Recording,
-        witness: Witness,
     ):
         """`site`: its rank is the number of a slot in the full world."""
         self._site = site
@@ -125,7 +118,6 @@ class Engine(Holder):
         self.ending = ending
         self._lines = lines
         self._recording = recording
-        self._witness = witness
         self.vote_seconds = 0.0
         self._held_up = (0.0, 0)  # by the log, when `measured` was called last
         self._gradient_bytes: dict[int, int] = {}
@@ -133,8 +125,8 @@ class Engine(Holder):
         self.failures = Failures(site, retries)
         self._restorer = Restorer(site)
         self.membership = Membership(site, log, self.failures, self.report)
-        self._steps = StepRunner(site, participants, witness, retries)
-        site.state.updates.vote = self.vote
+        self._steps = StepRunner(site, participants, retries)
+        site.state.updates.vote, site.state.updates.reduced = self.vote, self._steps.wait_vote
         if site.staggering is not None:
             site.staggering.lasts = self._saving_or_end
 
@@ -143,9 +135,6 @@ class Engine(Holder):
         view = self._site.member.watcher.latest
         early = view is not None and view.HasField("checkpoint_at") and view.checkpoint_at == version
         return early or version % self._site.config.checkpoint_every == 0 or version >= self.ending.last()
-
-    def wait_vote(self) -> None:
-        self._steps.wait_vote()
 
     def help_replay(self, make_module: MakeModule) -> None:
         self._restorer.make_module = make_module
@@ -210,21 +199,11 @@ class Engine(Holder):
                 continue
             except Exception as error:  # noqa: BLE001  (a lost peer can raise any error; others are raised again)
                 self.failures.handle(self._blamed(error), self.membership.generation)
-            self._freed()
-            self._recording.abandon()
-            if self._site.config.setting.calls_again:
-                raise reinitialization.hand_on(self._site.member)
+            self._leave_generation()
             self._steps.drop()
             self.membership.form()
 
     # --- a recovery ---
-    #
-    #     PLANNING     ``report``: the log flushed under the new generation, the versions that this rank can offer
-    #     RECOVERING   ``_rejoin``: undo, copy, restore and replay as the plan says; Ready; until RUNNING
-    #     FORMING      ``_rejoin``: version 0 saved, or the first checkpoint loaded; Ready; until RUNNING
-    #
-    # `swift_ft.train.replay` brings a rank to the plan's version, `swift_ft.train.strategies` has each strategy's part
-    # in it.
 
     def report(self, view: pb.View) -> None:
         """(PLANNING) Reports this rank's recovery offer. The caller repeats it until the View moves on."""
@@ -239,17 +218,12 @@ class Engine(Holder):
             report = pb.ReportRequest(
                 generation=generation,
                 has_state=standing.version is not None,
-                version=standing.version or 0,
-                undo_to=standing.undo_to,
-                undo_exact=standing.undo_exact,
-                forward_to=standing.forward_to,
-                forward_by_all=standing.forward_by_all,
-                finish_to=standing.finish_to,
                 can_help=self._restorer.can_help,
                 snapshots=[
                     pb.HeldSnapshot(rank=rank, version=version)
                     for rank, version in (snapshots.held() if snapshots is not None else ())
                 ],
+                **asdict(standing),
             )
             self._site.member.client.call(report)
 
@@ -257,7 +231,7 @@ class Engine(Holder):
             events.emit("reported", rank=self._site.rank, generation=generation, **asdict(standing))
 
     def _rejoin(self, train_step: TrainStep) -> None:
-        """Goes from rebuilt groups to RUNNING."""
+        """(FORMING, RECOVERING) Goes from rebuilt groups to RUNNING."""
         site, view, published = self._site, self.membership.view, self.membership.plan
         self._steps.rolled_forward = False
         site.member.check()
@@ -283,7 +257,7 @@ class Engine(Holder):
 
     def _follow(self, published: PublishedPlan, step: Callable[[], None]) -> None:
         if not published.plan.exact:
-            self._witness.forget()
+            self._site.witness.forget()
         done_again = published.plan.of(self._site.rank).loads
         incomplete = self.log.why_incomplete()
         if incomplete is not None and not done_again:
@@ -325,9 +299,14 @@ class Engine(Holder):
         """Returns the error that has ended the step: `error`, or that of a vote under way."""
         return error if self._site.staggering is None else self._site.staggering.blamed(error)
 
-    def _freed(self) -> None:
+    def _leave_generation(self) -> None:
+        """(the trainer's thread is freed, because a newer generation is published) Raises Reinitialize if the trainer's
+        function begins again in it."""
         latest = self._site.member.watcher.latest
         events.emit("freed", rank=self._site.rank, generation=latest.generation if latest is not None else 0)
+        self._recording.abandon()
+        if self._site.config.setting.calls_again:
+            raise reinitialization.hand_on(self._site.member)
 
     def vote(self) -> None:
         """(inside optimizer.step, or at the end of a held step) Returns if this rank's update is to be applied, or
@@ -376,10 +355,7 @@ class Engine(Holder):
         caused it, StepDropped if the plan drops the step.
         """
         self.failures.handle(error, self.membership.generation)
-        self._freed()
-        self._recording.abandon()
-        if self._site.config.setting.calls_again:
-            raise reinitialization.hand_on(self._site.member)
+        self._leave_generation()
         self.membership.form()
         if self.membership.finished:  # it was a spare
             raise StepDropped

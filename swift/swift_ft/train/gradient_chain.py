@@ -67,7 +67,7 @@ def module_modes(module: torch.nn.Module) -> dict[str, Any]:
         "evaluating": [index for index, part in enumerate(module.modules()) if not part.training],
         "autocast": [
             torch.is_autocast_enabled(kind := _device_type(module)),
-            _dtype_name(torch.get_autocast_dtype(kind)),
+            str(torch.get_autocast_dtype(kind)).removeprefix("torch."),
             torch.is_autocast_cache_enabled(),
         ],
     }
@@ -87,10 +87,6 @@ def set_module_modes(module: torch.nn.Module, as_there: dict[str, Any]) -> torch
 def _device_type(module: torch.nn.Module) -> str:
     parameter = next(module.parameters(), None)
     return "cpu" if parameter is None else parameter.device.type
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # Collection of single gradient addends, so that they can be added in the order of a single process.

@@ -239,7 +239,7 @@ class CutStep:
             average = bucket.average if gift.source == self._world().place else None
             average = self._reducer.given(bucket.parameters, average, gift.source)
             if not bucket.averaged_in:
-                self._reducer.write_average(bucket.parameters, average)
+                self._reducer.write(bucket.parameters, average)
                 bucket.averaged_in, bucket.average = gift.generation, average
                 bucket.averaged.update(bucket.parameters)
         self._disagree = False

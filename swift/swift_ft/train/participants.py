@@ -24,6 +24,7 @@ from swift_ft.train.boundary_log import Channel
 from swift_ft.train.config import SessionConfig
 from swift_ft.train.coordinator_session import Member
 from swift_ft.train.fault_points import FaultInjector
+from swift_ft.train.step_digests import Witness
 from swift_ft.train.training_state import TrainerState
 from swift_ft.train.updates import Standing
 
@@ -81,6 +82,7 @@ class Site:
     state: TrainerState
     store: CheckpointStore
     faults: FaultInjector
+    witness: Witness
     snapshots: "Snapshots | None" = None
     """(only if the settings ask for it)"""
     staggering: "Staggering | None" = None

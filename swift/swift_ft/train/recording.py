@@ -354,9 +354,8 @@ def _plain_modules(module: torch.nn.Module, name: str = "") -> Iterator[tuple[st
 
 
 class Recording(Participant):
-    def __init__(self, site: Site, witness: Witness, watch: ThoroughWatch, tape: Tape) -> None:
+    def __init__(self, site: Site, watch: ThoroughWatch, tape: Tape) -> None:
         self._site = site
-        self._witness = witness
         self._tape = tape
         self._watch = watch
         self._from: int | None = None
@@ -408,7 +407,9 @@ class Recording(Participant):
     def _write(self, step: int) -> None:
         given, gotten = self._tape.drain()
         self._stop()
-        body = encoded({**self._witness.transcript(), **given}, gotten, held=self._site.state.updates.held)
+        body = encoded(
+            {**self._site.witness.transcript(), **given}, gotten, held=self._site.state.updates.held
+        )
         rank, note = self._site.rank, self._site.channel.note
         note(transcripts(rank), RecordKey(step, self._generation, 0), body)
         for slot, tensor in enumerate(tensor for tensors in gotten.values() for tensor in tensors):

@@ -172,7 +172,7 @@ class Reducer:
         stay in `Reduction.flat` until `reuse`. Raises the reduction's error."""
         began = time.monotonic()
         reduction.wait()
-        self._write(reduction.bucket, reduction.flat, reduction.contributions)
+        self.write(reduction.bucket, reduction.flat, reduction.contributions)
         # After an error the buffer is not reused: an operation may still write into it.
         if not kept:
             self.reuse(reduction.flat)
@@ -191,15 +191,11 @@ class Reducer:
         self._group.run(lambda collectives: collectives.broadcast(row, source))
         return average
 
-    def write_average(self, bucket: Bucket, average: torch.Tensor) -> None:
-        """Writes kept averages into the gradients."""
-        self._write(bucket, average, None)
-
     def gathered(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """(all ranks) Returns each rank's tensor, by its place."""
         return self._group.gathered(tensor)
 
-    def _write(self, bucket: Bucket, flat: torch.Tensor, divisor: int | None) -> None:
+    def write(self, bucket: Bucket, flat: torch.Tensor, divisor: int | None = None) -> None:
         """Writes the first row of `flat` into the gradients. `divisor`: None if the row is divided already."""
         *parts, used = torch.split(flat[0], _sizes(bucket))
         targets, values = [], []

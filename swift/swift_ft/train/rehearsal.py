@@ -32,12 +32,13 @@ from swift_ft.planner.groups import RecoveryGroups
 from swift_ft.state.digests import digests
 from swift_ft.state.tensors import to_tensor
 from swift_ft.state.transfer import local
-from swift_ft.train.boundary_log import BACKWARD, FORWARD, NoCapture
+from swift_ft.train.boundary_log import NoCapture
 from swift_ft.train.coordinator_session import own_servers
 from swift_ft.train.participants import Site, TrainStep
+from swift_ft.train.profiling import BACKWARD, FORWARD
 from swift_ft.train.recording import STEPS, Results, Tape, ThoroughWatch, decoded
 from swift_ft.train.replay import Standstill
-from swift_ft.train.step_digests import Witness, let_pass
+from swift_ft.train.step_digests import let_pass
 from swift_ft.train.strategies import load_checkpoint
 from swift_ft.train.transcript import GIVEN, RESULT, SENT, Seen, Transcript
 
@@ -56,10 +57,9 @@ from swift_ft.train.transcript import GIVEN, RESULT, SENT, Seen, Transcript
 class Shadow(ABC):
     """Session side of a process that runs the script as rank `rank` would, without holding that rank."""
 
-    def __init__(self, site: Site, witness: Witness) -> None:
+    def __init__(self, site: Site) -> None:
         self._site = site
         self._client = site.member.client
-        self._witness = witness
         self._view: pb.View | None = None
         """The job's View when it was last read."""
 
@@ -162,7 +162,7 @@ class Warming(Shadow):
 
     def _compute(self, train_step: TrainStep, step: int) -> None:
         self._site.channel.begin_step(step)
-        self._witness.begin(step)
+        self._site.witness.begin(step)
         self._site.state.begin_step()
         try:
             train_step(step)
@@ -180,8 +180,8 @@ class Warming(Shadow):
 
 
 class Rehearsal(Shadow):
-    def __init__(self, site: Site, witness: Witness, watch: ThoroughWatch, tape: Tape) -> None:
-        super().__init__(site, witness)
+    def __init__(self, site: Site, watch: ThoroughWatch, tape: Tape) -> None:
+        super().__init__(site)
         self._tape = tape
         self._watch = watch
         self._difference = ""
@@ -193,7 +193,7 @@ class Rehearsal(Shadow):
         view = self._view = self._running()
         self._generation, version = view.generation, run.version
         assert version is not None, "a rehearsal is told where to begin"
-        self._witness.differs = self._note_difference
+        self._site.witness.differs = self._note_difference
         self._site.state.updates.rehearses = self._site.channel.rehearsed = True
         self._site.channel.giving_only = self._tape.giving_only
         own = list(own_servers(view, self._site.rank))
@@ -202,11 +202,11 @@ class Rehearsal(Shadow):
         reader = LogReader(sources, self._client.job)
         try:
             self._load(version)
-            self._begin_replay(reader, version)
+            self._site.channel.begin_replay(reader, version, (self._site.rank,))
             if view.world_size > 1:
                 self._drop_one(train_step, version)
                 self._site.channel.end_replay()
-                self._begin_replay(reader, version)
+                self._site.channel.begin_replay(reader, version, (self._site.rank,))
             run.steps = self._do_steps(train_step, version, min(version + STEPS, num_steps))
         except Exception:
             if not self._difference:
@@ -223,9 +223,6 @@ class Rehearsal(Shadow):
         load_checkpoint(self._site.state, self._site.store, version, in_common_only=True)
         self._site.state.present = True
 
-    def _begin_replay(self, reader: LogReader, version: int) -> None:
-        self._site.channel.begin_replay(reader, version, (self._site.rank,))
-
     def _recorded(self, step: int) -> tuple[Transcript, Results]:
         """Returns the rank's recording of the step. Waits until it is in the log."""
         key = RecordKey(step, self._generation, 0)
@@ -241,9 +238,9 @@ class Rehearsal(Shadow):
         return transcript, found
 
     def _begin_step(self, step: int, transcript: Transcript, gotten: Results) -> None:
-        self._witness.expect(step, transcript)
+        self._site.witness.expect(step, transcript)
         self._site.channel.begin_step(step)
-        self._witness.begin(step)
+        self._site.witness.begin(step)
         self._watch.begin()
         self._tape.play(gotten)
         self._site.state.begin_step()
@@ -261,14 +258,14 @@ class Rehearsal(Shadow):
             return
         self._begin_step(step, transcript, gotten)
         place = random.Random(f"{self._site.config.seed} {self._site.rank} {step}").choice(places)
-        self._witness.passing = lambda seen: self._cut_at(place, seen)
+        self._site.witness.passing = lambda seen: self._cut_at(place, seen)
         try:
             self._compute(train_step, step)
         except Exception:
             if not self._cut:
                 raise
         finally:
-            self._witness.passing = let_pass
+            self._site.witness.passing = let_pass
             self._end_step()
         begun = self._site.state.updates.begun
         partial = self._site.state.updates.partial
@@ -285,7 +282,7 @@ class Rehearsal(Shadow):
         run = warm_up.this_run()
         with Standstill(
             self._site.config.replay_stall_s,
-            lambda: (self._site.channel.records_read, len(self._witness.transcript())),
+            lambda: (self._site.channel.records_read, len(self._site.witness.transcript())),
             lambda why: run.gives_up(f"step {step}: {why}"),
             lambda: False,
         ):
@@ -313,7 +310,7 @@ class Rehearsal(Shadow):
                 return step - first + 1
             finally:
                 self._end_step()
-            self._witness.check_all_seen()
+            self._site.witness.check_all_seen()
             if self._difference:
                 return step - first + 1
             self._site.state.end_step()

@@ -187,7 +187,7 @@ class OwnStreams:
     ) -> None:
         """Makes the writer compare records that a server has already, instead of logging them there again. Raises
         RecordCorrupt if a stream is damaged on all servers."""
-        for stream in self._own_streams():
+        for stream in self._streams_of(self._site.rank):
             self._expect(servers, writer, stream, log_servers, from_version)
 
     def declare_gaps(
@@ -200,7 +200,7 @@ class OwnStreams:
         if view is None or base >= copied.version:
             return
         steps = Steps(base, copied.version - 1)
-        ours = self._own_streams()
+        ours = self._streams_of(self._site.rank)
         own = [self._held(servers, server, ours, base) for server in log_servers]
         copies = {stream: [held[stream] for held in own if stream in held] for stream in ours}
         lacking_of = gaps(copies, lambda: self._logged_alike(servers, view, copied.witnesses, base), steps)
@@ -273,15 +273,12 @@ class OwnStreams:
                 except LogUnavailable:
                     silent.add(server)
                     continue
-                for ours, name in zip(self._own_streams(), theirs, strict=True):
+                for ours, name in zip(self._streams_of(self._site.rank), theirs, strict=True):
                     if name in held:
                         logged.setdefault(ours, set()).update(held[name])
             if any(declared(key) is None for keys in logged.values() for key in keys):
                 return logged
         return {}
-
-    def _own_streams(self) -> list[str]:
-        return self._streams_of(self._site.rank)
 
     def _streams_of(self, rank: int) -> list[str]:
         boundaries = [

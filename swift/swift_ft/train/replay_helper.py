@@ -26,7 +26,6 @@ from swift_ft.state.digests import digest_of as digest_of_state
 from swift_ft.state.rng import kept
 from swift_ft.state.tensors import byte_view, dtype_name, plain
 from swift_ft.state.tree import split
-from swift_ft.train.boundary_log import BACKWARD, FORWARD
 from swift_ft.train.gradient_chain import (
     Addends,
     GradientChain,
@@ -40,6 +39,7 @@ from swift_ft.train.gradient_chain import (
     together,
 )
 from swift_ft.train.participants import Site
+from swift_ft.train.profiling import BACKWARD, FORWARD
 from swift_ft.train.shared_replay import (
     StepAction,
     check_buffers,

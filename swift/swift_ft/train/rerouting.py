@@ -323,9 +323,7 @@ class Rerouting(Adoption):
         # A process that joins a degraded world cannot run the trial. Its peers, with the same stages, have run it.
         own = torch.tensor([self._tried], dtype=torch.uint8)
         if not any(map(bool, self._data.gathered(own))):
-            self._site.member.say_differs(
-                step.number, "nobody was left to try out whether one rank can compute another's batches"
-            )
+            self._say_untried(step)
         # A process that has joined since the trial does not know its result.
         (whole, split) = (_WHOLE, _SPLIT) if self._splits is not None else (0, 0)
         known = torch.tensor([split if self._splits else whole], dtype=torch.uint8)
@@ -576,8 +574,9 @@ class Rerouting(Adoption):
 
     @contextmanager
     def _quietly(self) -> Any:
-        quiet, self._witness.quiet = self._witness.quiet, True
+        witness = self._site.witness
+        quiet, witness.quiet = witness.quiet, True
         try:
             yield
         finally:
-            self._witness.quiet = quiet
+            witness.quiet = quiet

@@ -51,7 +51,7 @@ from swift_ft.train.fault_points import FaultInjector
 from swift_ft.train.log_session import OwnLog
 from swift_ft.train.lossy import CutStep, World
 from swift_ft.train.participants import Participant, Site, TrainStep
-from swift_ft.train.pipeline_collectives import Crossing
+from swift_ft.train.pipeline_collectives import Crossing, Ties
 from swift_ft.train.recording import Recording, Tape, ThoroughWatch
 from swift_ft.train.reducer import Reducer, Shares, is_ordered
 from swift_ft.train.rehearsal import Rehearsal, Shadow, Warming
@@ -62,7 +62,6 @@ from swift_ft.train.stage import LoggedPipelineStage, adopt, inferred_whole, log
 from swift_ft.train.staggering import Staggering
 from swift_ft.train.step import Ending, Lines
 from swift_ft.train.step_digests import Witness, watch_forwards
-from swift_ft.train.tied_weights import Ties
 from swift_ft.train.training_state import TrainerState
 from swift_ft.train.updates import Losses, Updates
 from swift_ft.train.verification import Audit
@@ -565,8 +564,9 @@ class Session:
             state=state,
             store=store,
             faults=faults,
+            witness=witness,
         )
-        recording = Recording(site, witness, watch, tape)
+        recording = Recording(site, watch, tape)
         loaders: dict[str, OriginLoader] = {}
         log = OwnLog(site)
         logs.append(log)
@@ -579,7 +579,7 @@ class Session:
         adoption = None
         if config.redistributes:
             kind = Rerouting if config.reroutes else Adoption
-            adoption = kind(site, assigned, groups, witness, loaders)
+            adoption = kind(site, assigned, groups, loaders)
         if config.staggered:
             site.staggering = Staggering(site, assigned)
         if config.steps_to_snapshot:
@@ -611,7 +611,6 @@ class Session:
             ending=ending,
             lines=lines,
             recording=recording,
-            witness=witness,
         )
 
         def before_update() -> None:
@@ -625,7 +624,6 @@ class Session:
         updates.unreduced = watch.gradients
         updates.before_update = before_update
         updates.before_reduction = before_reduction
-        updates.reduced = engine.wait_vote
         cut_step.held_over = engine.held_over
         gate.channel, gate.updates, gate.participants = channel, updates, participants
         self._set_up = SetUp(site, engine.membership, engine.failures, alone=warm_up.is_warming_up())
@@ -635,9 +633,9 @@ class Session:
         self._shadow: Shadow | None = None
         """Run of a process that holds no rank (a warm-up or a rehearsal); None in a rank."""
         if warm_up.is_warming_up():
-            self._shadow = Warming(site, witness)
+            self._shadow = Warming(site)
             if warm_up.this_run().rehearses:
-                self._shadow = Rehearsal(site, witness, watch, tape)
+                self._shadow = Rehearsal(site, watch, tape)
         self._gate, self.groups = gate, groups
         self._channel, self._updates, self._state = channel, updates, state
         self._origin_loaders, self._losses, self._lines, self._engine = loaders, losses, lines, engine
@@ -686,7 +684,7 @@ class Session:
         state = self._state
         stage.called_too = lambda: (torch_private.loss_functions(state.schedules), state.objects)
         self._channel.fails_at_layers(stage.submod, whole=isinstance(stage, WholeModule))
-        self._updates.reduced_elsewhere(fsdp.reduced_by_fsdp(stage.submod, self.groups))
+        self._updates.elsewhere.update(fsdp.reduced_by_fsdp(stage.submod, self.groups))
         if isinstance(stage.submod, DistributedDataParallel):
             if stage.submod.process_group is not self.groups["data"]:
                 raise UsageError(
@@ -700,7 +698,7 @@ class Session:
                 )
             # DDP ignores parameters that are frozen at its construction. If a later step trains them, the session
             # averages their gradients.
-            self._updates.reduced_elsewhere(p for p in stage.submod.parameters() if p.requires_grad)
+            self._updates.elsewhere.update(p for p in stage.submod.parameters() if p.requires_grad)
         elif self._updates.wait_free:
             self._updates.awaited.add(stage)
 

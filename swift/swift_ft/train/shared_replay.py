@@ -1,4 +1,15 @@
-"""Shared replay on the owner: the rank whose stages are replayed while helpers compute some of the microbatches.
+"""Shared replay: a lost stage is replayed by its owner and by survivors together, each with a share of every step's
+microbatches. Here: the owner's side.
+
+    owner     the rank that replays: runs the trainer's own step, but computes its share only
+    helper    a survivor that builds the stage in addition to its own, and computes microbatches of it
+              (`swift_ft.train.replay_helper`)
+    line      helpers in the order of their shares, the owner last: gradients go up it, weights down
+              (`swift_ft.train.gradient_chain`)
+
+In each step weights go down the line and all ranks compute. The first rank sums its microbatches' gradients as autograd
+does. Each next rank adds its own, one by one, to the sum of those before it. So the owner gets bit for bit the sum of a
+single process, and does the rest of the trainer's step, which the helpers need not know::
 
     ask → offers → the line is formed
     every step: the trainer's own step, in which the stages query the owner's share
@@ -42,17 +53,6 @@ from swift_ft.train.gradient_chain import (
 from swift_ft.train.participants import Site
 from swift_ft.train.stage import LoggedPipelineStage
 from swift_ft.train.training_state import TrainerState
-
-# A lost stage is replayed by its owner and by survivors together, each with a share of every step's microbatches.
-#
-#     owner     the rank that replays: runs the trainer's own step, but computes its share only
-#     helper    a survivor that builds the stage in addition to its own, and computes microbatches of it
-#     line      helpers in the order of their shares, the owner last: gradients go up it, weights down
-#
-# In each step weights go down the line and all ranks compute. The first rank sums its microbatches' gradients as
-# autograd does. Each next rank adds its own, one by one, to the sum of those before it. So the owner gets bit for bit
-# the sum of a single process, and does the rest of the trainer's step, which the helpers need not know.
-
 
 # Distribution of microbatches.
 
@@ -402,15 +402,12 @@ class Owner:
         strides = first_strides(own)
         with torch.no_grad():
             sums = line.pass_up(parameters, own)
-        told = [self._told(helper) for helper in self._helpers]
+        told = [self._take(*self._post.read(helper)) for helper in self._helpers]
         self._post.wait_sent()
         check_buffers(self._buffers)
         for parameter, total, *candidates in zip(parameters, sums, *told, strides, strict=True):
             first = next((strides_of for strides_of in candidates if strides_of is not None), None)
             parameter.grad = None if total is None or first is None else laid_out(total, first)
-
-    def _told(self, helper: int) -> Strides:
-        return self._take(*self._post.read(helper))
 
     def _take(self, told: dict[str, Any], payload: torch.Tensor) -> Strides:
         """Takes over a helper's losses and the records that the log lacked. Returns its gradients' strides. Raises

@@ -26,8 +26,8 @@ from swift_ft.state import fsdp
 from swift_ft.state.digests import digest_of
 from swift_ft.state.module_state import KeptModules
 from swift_ft.state.rng import kept
-from swift_ft.train.boundary_log import BACKWARD, FORWARD, Channel
-from swift_ft.train.profiling import WEIGHTS
+from swift_ft.train.boundary_log import Channel
+from swift_ft.train.profiling import BACKWARD, FORWARD, WEIGHTS
 from swift_ft.train.updates import Updates
 
 # Shape exchange that does not need the peers to be present.
@@ -336,10 +336,9 @@ class _Logged(_Base):
             self._channel.profile.sent(self.stage_index, destination, op.tensor.nbytes)
             self._channel.sends(self.stage_index, direction, self._microbatch(mb), slot, op.tensor)
             launched = self._channel.replaying and self._from_log(self.stage_index, destination)
-            if self._channel.logs(self.stage_index, destination):
-                microbatch = self._microbatch(mb)
+            if self._channel.groups.crosses(self.stage_index, destination):
                 self._channel.sent(
-                    self.stage_index, direction, microbatch, slot, op.tensor, launched=launched
+                    self.stage_index, direction, self._microbatch(mb), slot, op.tensor, launched=launched
                 )
             if not launched:
                 live.append(op)
@@ -358,7 +357,7 @@ class _Logged(_Base):
     def _received_inside(self, infos: tuple[Any, ...], direction: str, mb: int) -> None:
         """Reports a microbatch's received tensors that are in no log stream."""
         for slot, info in self._by_slot(infos):
-            if not self._channel.logs(info.source, self.stage_index):
+            if not self._channel.groups.crosses(info.source, self.stage_index):
                 self._channel.received(info.source, direction, self._microbatch(mb), slot, info.buffer)
 
     def _by_slot(self, infos: tuple[Any, ...]) -> Iterator[tuple[int, Any]]:

@@ -37,8 +37,8 @@ from swift_ft.comm.worker_thread import Task
 from swift_ft.device import Arrivals
 from swift_ft.planner import Assignment
 from swift_ft.state.checkpoint_file import Snapshot, restored
-from swift_ft.state.tensors import summed
 from swift_ft.train.participants import Participant, Site, Step
+from swift_ft.train.pipeline_collectives import clips, norm_of
 from swift_ft.train.updates import Standing
 
 # A number that several ranks compute together and that is awaited only when it is used.
@@ -306,8 +306,8 @@ class Staggering(Participant):
         self._site.state.load_state_dict(restored(copy.skeleton, copy.named()))
         self._site.state.present = True
         pending = self._pending
-        if pending is not None and not pending.known_valid() and self._site.channel.witness is not None:
-            self._site.channel.witness.forget()  # later digests are of a state that is discarded
+        if pending is not None and not pending.known_valid():
+            self._site.witness.forget()  # later digests are of a state that is discarded
         return True
 
     def resume(self, *, at_start: bool) -> None:
@@ -335,15 +335,3 @@ class Staggering(Participant):
         copy = self._copies.pop(version, None)
         if copy is not None:
             self._spare = [*self._spare, copy][-2:]
-
-
-def norm_of(parts: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Returns the norm from the parts of all stages, added in their order."""
-    if norm_type == float("inf"):
-        return torch.stack(parts).max()
-    return summed(parts) ** (1.0 / norm_type)
-
-
-def clips(norm: torch.Tensor, max_norm: float) -> bool:
-    """Returns whether `torch.nn.utils.clip_grads_with_norm_` would change gradients. True also for inf and nan."""
-    return not bool(max_norm / (norm + 1e-6) >= 1.0)

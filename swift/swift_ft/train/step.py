@@ -26,7 +26,6 @@ from swift_ft.train.checkpointing import Saving, flush_at_end
 from swift_ft.train.failures import Retries
 from swift_ft.train.log_session import FLUSH_TIMEOUT_S, log_totals
 from swift_ft.train.participants import Participant, Site, Step, TrainStep
-from swift_ft.train.step_digests import Witness
 from swift_ft.train.strategies import load_checkpoint
 from swift_ft.train.training_state import Stopped
 
@@ -265,12 +264,9 @@ class Ending(Participant):
 class StepRunner:
     """Runs or drops one step of the trainer. Used by the trainer's thread only."""
 
-    def __init__(
-        self, site: Site, participants: Sequence[Participant], witness: Witness, retries: Retries
-    ) -> None:
+    def __init__(self, site: Site, participants: Sequence[Participant], retries: Retries) -> None:
         self._site = site
         self._participants = participants
-        self._witness = witness
         self._retries = retries
         self.pulse = Pulse()
         self.rolled_forward = False
@@ -292,7 +288,7 @@ class StepRunner:
             participant.before_step(step)
         events.emit("step_begin", rank=self._site.rank, step=number, replay=step.replaying)
         channel.begin_step(number)
-        self._witness.begin(number)
+        self._site.witness.begin(number)
         for participant in self._participants:
             participant.begin_step(step)
         state.begin_step()
@@ -313,7 +309,7 @@ class StepRunner:
         for participant in self._participants:
             participant.after_step(step)
         latest = self._site.member.watcher.latest
-        self._witness.forget_below(min(latest.checkpoints, default=0) if latest is not None else 0)
+        self._site.witness.forget_below(min(latest.checkpoints, default=0) if latest is not None else 0)
 
     def committed(self) -> int:
         version = self._site.state.version

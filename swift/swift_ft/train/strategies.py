@@ -89,7 +89,7 @@ def _send(site: Site, transfer: Transfer) -> None:
     events.emit(
         "copy_begin", rank=site.rank, generation=site.generation, role="source", peers=[transfer.joiner]
     )
-    sent = send_state(
+    send_state(
         transfer,
         site.rank,
         site.state.shared_dict(),
@@ -97,16 +97,6 @@ def _send(site: Site, transfer: Transfer) -> None:
         site.faults.copying,
         wire=World(site.world, site.faults),
         logged=site.flushed and site.copied is None,
-    )
-    events.emit(
-        "copy_end",
-        rank=site.rank,
-        generation=site.generation,
-        role="source",
-        peers=[transfer.joiner],
-        bytes=sent.bytes,
-        digest=sent.digest,
-        seconds=sent.seconds,
     )
 
 
@@ -133,20 +123,13 @@ def _receive(site: Site, transfer: Transfer) -> None:
     site.state.present = True
     site.copied = Copied(transfer.version, received.witnesses)
     events.emit(
-        "copy_end",
-        **where,
-        role="joiner",
-        peers=list(transfer.sources),
-        bytes=received.bytes,
-        seconds=received.seconds,
-    )
-    events.emit(
         "replica_received",
         **where,
         version=transfer.version,
         digest=received.digest,
         sources=[{"rank": rank, "digest": received.digest} for rank in transfer.sources],
         bytes=received.bytes,
+        seconds=received.seconds,
     )
     events.emit("restore_end", **where, version=transfer.version)
 

@@ -36,8 +36,8 @@ from swift_ft.text import tell_if_possible
 from swift_ft.train.boundary_log import Channel
 from swift_ft.train.config import SessionConfig
 from swift_ft.train.lossy import CutStep
+from swift_ft.train.pipeline_collectives import Ties, no_scaler
 from swift_ft.train.reducer import Reducer, UpdateBucket
-from swift_ft.train.tied_weights import Ties
 
 # A rank's offer when a recovery is planned.
 
@@ -187,13 +187,6 @@ def check_wait_free(journals: Iterable[Journal], objects: Mapping[str, Any], *, 
         raise no_scaler()
 
 
-def no_scaler() -> UsageError:
-    return UsageError(
-        "updates='wait_free' with a gradient scaler: gradients are applied before they could be "
-        "unscaled; use updates='after_backward'"
-    )
-
-
 def no_late_parameters() -> UsageError:
     return UsageError(
         "train_step has given an optimizer other parameters, after a gradient was complete or ones that no module had "
@@ -230,13 +223,13 @@ class Updates:
         self._config = config
         self._reducer = reducer
         self._channel = channel
-        # Set by the session, once, because what they call is made from these updates.
+        # Set by the engine and the session, once, because what they call is made from these updates.
         self.vote: Callable[[], None]
         """(engine) Returns if the update is to be applied, or stays applied."""
         self.before_reduction: Callable[[], None]
         """(adoption) Called while gradients are still this rank's own."""
         self.reduced: Callable[[], None]
-        """(staggering) Called once some gradients are averages that no update has used yet."""
+        """(engine) Called once some gradients are averages that no update has used yet."""
         self.unreduced: Callable[[Iterable[torch.nn.Parameter]], None]
         """(recording) Called with parameters whose gradients are complete, before their reduction if they have one."""
         self.before_update: Callable[[], None]
@@ -250,7 +243,8 @@ class Updates:
         self.optimizers: list[torch.optim.Optimizer] = []
         self._buckets: list[UpdateBucket] = []
         self.bucket_of: dict[torch.nn.Parameter, UpdateBucket] = {}
-        self.elsewhere: set[torch.nn.Parameter] = set()  # reduced by DDP or FSDP
+        self.elsewhere: set[torch.nn.Parameter] = set()
+        """Parameters whose gradients DDP or FSDP averages."""
         self.awaited = Awaited(self._accumulated)
         self._launched = 0
         self._finished = 0
@@ -325,10 +319,6 @@ class Updates:
                 "use updates='after_backward'"
             )
         self.ties.add(parameter, pipeline_ranks)
-
-    def reduced_elsewhere(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Excludes these parameters from averaging: DDP or FSDP averages their gradients."""
-        self.elsewhere.update(parameters)
 
     # --- one step ---
 

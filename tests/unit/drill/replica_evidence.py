@@ -48,12 +48,9 @@ def copied(trace: Trace, generation: int = 2, joiner: int = 3, source: int = 2) 
     trace.rank(source, "copy_begin", role="source", peers=[joiner], **where)
     trace.rank(joiner, "copy_begin", role="joiner", peers=[source], **where)
     trace.rank(
-        source, "copy_end", role="source", peers=[joiner], bytes=4096, seconds=0.1, digest="d1", **where
-    )
-    trace.rank(joiner, "copy_end", 0.1, role="joiner", peers=[source], bytes=4096, seconds=0.1, **where)
-    trace.rank(
         joiner,
         "replica_received",
+        0.12,
         version=KILL_STEP,
         digest="d1",
         sources=[{"rank": source, "digest": "d1"}],

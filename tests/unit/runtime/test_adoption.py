@@ -193,7 +193,7 @@ def adoption_of(**updates: Any) -> tuple[Adoption, Any]:
     groups: Any = {"data": nothing, "pipeline": SimpleNamespace()}
     config = SessionConfig(replicas=2, strategy="shrink")
     site = site_of(0, config, member=SimpleNamespace(say_differs=differs), state=state)
-    adoption = Adoption(site, lambda: vacant, groups, nothing, nothing)
+    adoption = Adoption(site, lambda: vacant, groups, nothing)
     return adoption, said
 
 

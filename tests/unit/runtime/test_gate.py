@@ -17,7 +17,7 @@ from swift_ft.log.record import Record, RecordKey, digest_of
 from swift_ft.state.tensors import byte_view, dtype_name
 from swift_ft.train import set_up
 from swift_ft.train.collective_policy import Gate
-from swift_ft.train.tied_weights import Ties
+from swift_ft.train.pipeline_collectives import Ties
 from tests.local_backend import LocalBackend
 from tests.unit.runtime.wired import channel_of, updates_of
 

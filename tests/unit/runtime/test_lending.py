@@ -7,7 +7,8 @@ import torch
 
 from swift_ft.errors import UsageError
 from swift_ft.log.record import RecordKey
-from swift_ft.train.boundary_log import BACKWARD, FORWARD, Captures, Channel
+from swift_ft.train.boundary_log import Captures, Channel
+from swift_ft.train.profiling import BACKWARD, FORWARD
 from tests.unit.runtime.wired import channel_of
 
 

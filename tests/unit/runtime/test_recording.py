@@ -231,8 +231,8 @@ class Recorder:
             updates=SimpleNamespace(held=True), begun_with=lambda: {"attribute": {"count": self.step}}
         )
         channel = SimpleNamespace(note=lambda *record: self.log.append(record))
-        site = site_of(rank, config, channel=channel, state=state)
-        self.recording = Recording(site, self.witness, self.watch, self.tape)
+        site = site_of(rank, config, channel=channel, state=state, witness=self.witness)
+        self.recording = Recording(site, self.watch, self.tape)
 
     def do(self, step: int, *, dropped: bool = False) -> None:
         self.witness.begin(step)

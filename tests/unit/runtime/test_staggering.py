@@ -13,7 +13,8 @@ from swift_ft.device import Readings
 from swift_ft.errors import UsageError
 from swift_ft.planner import Assignment
 from swift_ft.train.config import SessionConfig
-from swift_ft.train.staggering import CALM_STEPS, Later, Norm, Staggering, clips, norm_of
+from swift_ft.train.pipeline_collectives import clips, norm_of
+from swift_ft.train.staggering import CALM_STEPS, Later, Norm, Staggering
 from swift_ft.train.updates import Standing, Updates, ballot
 from tests.unit.runtime.wired import site_of, step_of, updates_of
 
@@ -79,11 +80,16 @@ class Rank:
         """In which it could be killed: the phase, and of which step or version."""
         self.channel = SimpleNamespace(
             unsettled=False,
-            witness=self.witness,
             faults=SimpleNamespace(at=lambda phase, step: self.phases.append((phase, step))),
             readings=Readings(),
         )
-        site = site_of(member=self.member, channel=self.channel, state=self.state, world=self.world)
+        site = site_of(
+            member=self.member,
+            channel=self.channel,
+            state=self.state,
+            world=self.world,
+            witness=self.witness,
+        )
         self.staggering = Staggering(site, lambda: Assignment.grid(2))
         self.updates.reduced = self.staggering.wait_vote
         self.staggering.lasts = lambda version: version >= last

@@ -13,8 +13,7 @@ from swift_ft.comm.groups import ReconfigurableGroup
 from swift_ft.comm.message_collectives import Alone
 from swift_ft.errors import UsageError
 from swift_ft.train.config import SessionConfig
-from swift_ft.train.pipeline_collectives import Crossing
-from swift_ft.train.tied_weights import Ties
+from swift_ft.train.pipeline_collectives import Crossing, Ties
 from tests.local_backend import LocalBackend
 from tests.unit.runtime.test_gate import Log, Rank
 from tests.unit.runtime.wired import site_of, updates_of

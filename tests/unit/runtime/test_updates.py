@@ -187,7 +187,7 @@ def test_what_cannot_go_together_with_wait_free_updates_is_named() -> None:
     world.optimizer.register_step_pre_hook(lambda *_: None)
     with pytest.raises(UsageError, match="pre-hook"):
         world.updates.check_complete({})
-    world.updates.reduced_elsewhere(world.model.parameters())
+    world.updates.elsewhere.update(world.model.parameters())
     with pytest.raises(UsageError, match="DistributedDataParallel"):
         world.updates.check_complete({})
 

@@ -74,7 +74,7 @@ def build(directory: str) -> None:
         (updates.cut_step, ("held_over", "given_up")),
     ):
         assert vars(part).keys() >= set(names)
-    assert session._engine._steps._witness is session._channel.witness
+    assert session._engine._site.witness is session._channel.witness
     assert session._state.randomness is session._state.iterators.randomness is session._channel.randomness
     for name, group in session.groups.items():
         assert group.gate is session._gate

@@ -16,10 +16,10 @@ from swift_ft.train.fault_points import FaultInjector
 from swift_ft.train.log_session import OwnLog
 from swift_ft.train.lossy import CutStep
 from swift_ft.train.participants import Participant, Site, Step
+from swift_ft.train.pipeline_collectives import Ties
 from swift_ft.train.session import Session
 from swift_ft.train.step import Ending, Lines
 from swift_ft.train.step_digests import Witness
-from swift_ft.train.tied_weights import Ties
 from swift_ft.train.training_state import TrainerState
 from swift_ft.train.updates import Updates
 
@@ -120,6 +120,7 @@ def site_of(
     store: Any = None,
     world: Any = None,
     communicator: Any = None,
+    witness: Any = None,
 ) -> Site:
     return Site(
         rank=rank,
@@ -132,6 +133,7 @@ def site_of(
         state=state,
         store=store,
         faults=FaultInjector(rank),
+        witness=witness or Witness(ignored, lambda: False, ignored),
     )
 
 
@@ -152,5 +154,4 @@ def engine_of(
         ending=ending,
         lines=lines,
         recording=recording,
-        witness=Witness(ignored, lambda: False, ignored),
     )
