@@ -228,7 +228,7 @@ class CutStep:
         assert self._reducer is not None
         for bucket in self.buckets:
             # The reduction began in an earlier generation, but may have ended before the interrupt.
-            if bucket.reduction is not None and bucket.reduction.succeeded:
+            if bucket.reduction is not None and (task := bucket.reduction.task).done and task.error is None:
                 self.finish(bucket)
             bucket.reduction = None
         own = torch.tensor([bucket.averaged_in for bucket in self.buckets])

@@ -9,6 +9,7 @@ import torch
 from swift_ft.comm.backend import Collectives
 from swift_ft.comm.groups import ReconfigurableGroup
 from swift_ft.comm.message_collectives import operation
+from swift_ft.comm.worker_thread import Task
 from swift_ft.errors import UsageError
 from swift_ft.state.journal import Journal
 from swift_ft.state.transfer import local
@@ -83,45 +84,15 @@ class Shares(NamedTuple):
     """Divisor of the sum of an origin's microbatches."""
 
 
-class Reduction:
+class Reduction(NamedTuple):
     """Asynchronous reduction of one bucket's gradients."""
 
-    def __init__(
-        self,
-        group: ReconfigurableGroup,
-        bucket: Bucket,
-        flat: torch.Tensor,
-        contributions: int,
-        ordered: bool,
-        shares: Shares | None,
-    ):
-        """`flat` [rows, n]: this rank's contributions. `shares`: the rows of each place of the group. None: one row
-        per rank, in the order of ranks."""
-        self.contributions = contributions
-        self.bucket = bucket
-        self.flat = flat
-        add = operation(None)
-
-        def run(collectives: Collectives) -> None:
-            if shares is not None:
-                flat[0].copy_(summed_by_origin(collectives, flat, shares.rows, shares.scale))
-            elif ordered:
-                collectives.all_reduce(flat[0], add)
-            else:
-                collectives.unordered_sum(flat[0])
-
-        self._task = group.submit(run)
-
-    @property
-    def done(self) -> bool:
-        return self._task.done
-
-    @property
-    def succeeded(self) -> bool:
-        return self._task.done and self._task.error is None
-
-    def wait(self) -> None:
-        self._task.wait()
+    bucket: Bucket
+    flat: torch.Tensor
+    """[rows, n]: this rank's contributions. The first row becomes the sum."""
+    contributions: int
+    """Divisor of the sum."""
+    task: Task
 
 
 class Reducer:
@@ -163,7 +134,17 @@ class Reducer:
         torch.cat(parts, out=flat[0])
         for row, contribution in enumerate([] if shares is None else shares.gradients, start=1):
             torch.cat(parts_of(bucket, contribution), out=flat[row])
-        reduction = Reduction(self._group, bucket, flat, self._contributions(), self._ordered, shares)
+        add = operation(None)
+
+        def run(collectives: Collectives) -> None:
+            if shares is not None:
+                flat[0].copy_(summed_by_origin(collectives, flat, shares.rows, shares.scale))
+            elif self._ordered:
+                collectives.all_reduce(flat[0], add)
+            else:
+                collectives.unordered_sum(flat[0])
+
+        reduction = Reduction(bucket, flat, self._contributions(), self._group.submit(run))
         self.seconds += time.monotonic() - began
         return reduction
 
@@ -171,7 +152,7 @@ class Reducer:
         """Waits, then writes the averages into the gradients, which are unchanged until then. `kept`: the averages also
         stay in `Reduction.flat` until `reuse`. Raises the reduction's error."""
         began = time.monotonic()
-        reduction.wait()
+        reduction.task.wait()
         self.write(reduction.bucket, reduction.flat, reduction.contributions)
         # After an error the buffer is not reused: an operation may still write into it.
         if not kept:

@@ -630,7 +630,7 @@ class Updates:
             self._launch_next()
         while self._finished < self._launched - 1:  # the newest reduction overlaps with backward
             reduction = self._buckets[self._finished].reduction
-            if reduction is not None and not reduction.done:
+            if reduction is not None and not reduction.task.done:
                 break
             self._finish_next()
 

@@ -90,16 +90,15 @@ class Batches(Position):
 
 def deafen(rank: int, under_way: Position) -> None:
     """As if a result had not reached rank 2 when the connection broke."""
-    from swift_ft.train.reducer import Reduction
+    from swift_ft.train.reducer import Reducer, Reduction
 
-    wait, heard = (
-        Reduction.wait,
-        [Path(os.environ["SWIFT_DIGESTS"], f"heard-{each}") for each in range(ORIGINS)],
-    )
+    finish = Reducer.finish
+    heard = [Path(os.environ["SWIFT_DIGESTS"], f"heard-{each}") for each in range(ORIGINS)]
 
-    def wait_once(reduction: Reduction) -> None:
-        wait(reduction)
+    def finish_once(reducer: Reducer, reduction: Reduction, *, kept: bool = False) -> None:
+        reduction.task.wait()
         if under_way.step != LATE or heard[rank].exists():
+            finish(reducer, reduction, kept=kept)
             return
         heard[rank].touch()
         while rank == 1:
@@ -108,10 +107,10 @@ def deafen(rank: int, under_way: Position) -> None:
             time.sleep(0.01)
         if rank == 2:
             await_notices(1)
-            reduction._task.error = RuntimeError("Connection closed by peer")
-            raise reduction._task.error
+            reduction.task.error = RuntimeError("Connection closed by peer")
+        finish(reducer, reduction, kept=kept)
 
-    Reduction.wait = wait_once  # type: ignore[method-assign]
+    Reducer.finish = finish_once  # type: ignore[method-assign]
 
 
 def in_a_job(steps: int, habit: str) -> None:

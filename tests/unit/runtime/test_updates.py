@@ -1,5 +1,6 @@
 """When buckets are reduced, voted on and applied, and what a rank can say of itself in between."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from tests.unit.runtime.wired import updates_of
 
 
 class Reduction:
-    done = True
+    task = SimpleNamespace(done=True)
 
     def __init__(self, bucket: Any):
         self.bucket = bucket
