@@ -15,7 +15,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -58,8 +58,9 @@ _COPIED_WITHIN_S = 60.0
 _POLL_S = 0.0005
 
 
-class Capture(Protocol):
-    """Interface through which the channel logs tensors. Called by the trainer's thread."""
+class Capture:
+    """Interface through which the channel logs tensors. Called by the trainer's thread. This one, of a process that is
+    no rank, logs none."""
 
     def record(self, stream: str, key: RecordKey, tensor: torch.Tensor, *, now: bool, keep: bool) -> None:
         """Logs `tensor`. ``now``: it may change after the call. ``keep``: the record is never dropped."""
@@ -87,19 +88,7 @@ class _Lent(NamedTuple):
             )
 
 
-class NoCapture:
-    """(a process that is no rank) A capture that logs no tensor."""
-
-    def record(self, stream: str, key: RecordKey, tensor: torch.Tensor, *, now: bool, keep: bool) -> None:
-        """Discards the tensor."""
-
-    def wait_copied(self) -> None:
-        """Returns at once: no tensor is lent."""
-
-    drop = wait_copied
-
-
-class HostCapture:
+class HostCapture(Capture):
     def __init__(self, writer: SidecarWriter) -> None:
         self._writer = writer
         self.lent: deque[_Lent] = deque()
@@ -142,7 +131,7 @@ class _UnderWay(NamedTuple):
         return self.is_whole is not surely and not self.reached.query() and self.is_whole()
 
 
-class DeviceCapture:
+class DeviceCapture(Capture):
     """A capture that copies a device's tensors into the ring.
 
     The ring's head passes a record once its event is over and all records before it are complete. So a record is in
@@ -250,7 +239,7 @@ class DeviceCapture:
         del self._ring
 
 
-class Captures:
+class Captures(Capture):
     """The capture of a rank: a device's from its first tensor of a device on. A trainer may set its device up after the
     log is open."""
 

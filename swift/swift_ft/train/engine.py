@@ -190,7 +190,7 @@ class Engine(Holder):
                 self._steps.wait_vote()
                 write_digests(self._site.state, self._site.rank)
                 self._lines.cut(self._site.state.version)
-                self.ending.finish(self.log.writer, self._site.member.await_change, self.vote_seconds)
+                self.ending.finish(self.log.writer, self.vote_seconds)
                 return
             except (JobFailed, Fenced):
                 raise

@@ -32,7 +32,7 @@ from swift_ft.planner.groups import RecoveryGroups
 from swift_ft.state.digests import digests
 from swift_ft.state.tensors import to_tensor
 from swift_ft.state.transfer import local
-from swift_ft.train.boundary_log import NoCapture
+from swift_ft.train.boundary_log import Capture
 from swift_ft.train.coordinator_session import own_servers
 from swift_ft.train.participants import Site, TrainStep
 from swift_ft.train.profiling import BACKWARD, FORWARD
@@ -69,7 +69,7 @@ class Shadow(ABC):
         warm_up.this_run().moved = self._moved
         self._view = self._running()
         self._stand_in(self._view)
-        self._site.channel.capture = NoCapture()
+        self._site.channel.capture = Capture()
 
     def _stand_in(self, view: pb.View) -> None:
         self._site.communicator.stand_in(ListeningStore(self._client, view.generation))

@@ -26,6 +26,7 @@ from swift_ft.state.digests import digest_of as digest_of_state
 from swift_ft.state.rng import kept
 from swift_ft.state.tensors import byte_view, dtype_name, plain
 from swift_ft.state.tree import split
+from swift_ft.train.boundary_log import Capture
 from swift_ft.train.gradient_chain import (
     Addends,
     GradientChain,
@@ -142,8 +143,8 @@ class ActionExecutor(torch_private.Schedule):
 # Sends of a helper's stage: compared with the log if it has them already, otherwise passed to the owner.
 
 
-class VerifyingCapture:
-    """A `Capture` (swift_ft.train.boundary_log) that compares sends with the log instead of writing them.
+class VerifyingCapture(Capture):
+    """A capture that compares sends with the log instead of writing them.
 
     `logged`: by stream, the digests that the log has. A tensor that the log lacks is kept in `lacking` and passed to
     the owner, because a stream has one writer. External inputs are ignored: the owner records them.
@@ -168,11 +169,6 @@ class VerifyingCapture:
         if digest != had:
             raise Divergence(differs_words(stream, key, had, digest, who="a helper"))
         self.verified += 1
-
-    def wait_copied(self) -> None:
-        """Returns at once: no tensor is lent."""
-
-    drop = wait_copied
 
 
 _EVERY_STEP = 1 << 62

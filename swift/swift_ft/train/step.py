@@ -10,7 +10,7 @@ import math
 import os
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -205,12 +205,7 @@ class Ending(Participant):
             ends.append(view.ends_at)
         return min(ends)
 
-    def finish(
-        self,
-        writer: SidecarWriter,
-        await_change: Callable[[pb.View], None],
-        vote_seconds: float,
-    ) -> None:
+    def finish(self, writer: SidecarWriter, vote_seconds: float) -> None:
         """Ends the run on this rank. Returns once all ranks have finished: until then a recovery may need this rank."""
         version = self._site.state.version
         stopped = self._site.state.stopped
@@ -239,7 +234,7 @@ class Ending(Participant):
                     vote_seconds=vote_seconds,
                 )
                 return
-            await_change(view)
+            self._site.member.await_change(view)
 
     def come_back(self, view: pb.View) -> None:
         """(the job has finished without this process) Loads its last version. Raises JobFailed, UsageError, and

@@ -18,7 +18,7 @@ from the next one on.
 
 import math
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -139,8 +139,7 @@ def outcome(votes: torch.Tensor, step: int) -> Outcome:
     return Outcome(hold_next=bool(votes[0]), lines=bool(votes[1]), waits_next=bool(votes[2]))
 
 
-# updates='wait_free': gradients are applied while backward runs. Here: detection of complete gradients, and the
-# settings that do not go with it, each with a one-line error.
+# updates='wait_free': gradients are applied while backward runs. Here: detection of complete gradients.
 
 
 class Awaited:
@@ -168,23 +167,6 @@ class Awaited:
             bucket.awaited = {p for p in bucket.parameters if p.requires_grad}
             if not bucket.awaited <= self._hooked:
                 raise no_late_parameters()
-
-
-def check_wait_free(journals: Iterable[Journal], objects: Mapping[str, Any], *, elsewhere: bool) -> None:
-    """(before the run) Raises UsageError if wait-free updates are impossible. `objects`: the registered objects.
-    `elsewhere`: DDP or FSDP reduces gradients."""
-    if elsewhere:
-        raise UsageError(
-            "updates='wait_free' with DistributedDataParallel or FSDP: they reduce by themselves; use "
-            "session.pipeline_stage(module) without them, or updates='after_backward'"
-        )
-    if not all(journal.early for journal in journals):
-        raise UsageError(
-            "updates='wait_free' with a step pre-hook on the optimizer, which must see all gradients before any "
-            "update; use updates='after_backward'"
-        )
-    if any(isinstance(value, torch.amp.GradScaler) for value in objects.values()):
-        raise no_scaler()
 
 
 def no_late_parameters() -> UsageError:
@@ -670,7 +652,20 @@ class Updates:
         return [journal.undo() for journal in self.journals if journal.applied]
 
     def check_complete(self, objects: dict[str, Any]) -> None:
-        """Raises UsageError for settings that do not go with wait-free updates, or with finishing cut steps."""
+        """(before the run) Raises UsageError for what does not go with wait-free updates, or with finishing cut steps.
+        `objects`: the registered objects."""
         self.cut_step.check(self.journals)
-        if self.wait_free:
-            check_wait_free(self.journals, objects, elsewhere=bool(self.elsewhere))
+        if not self.wait_free:
+            return
+        if self.elsewhere:
+            raise UsageError(
+                "updates='wait_free' with DistributedDataParallel or FSDP: they reduce by themselves; use "
+                "session.pipeline_stage(module) without them, or updates='after_backward'"
+            )
+        if not all(journal.early for journal in self.journals):
+            raise UsageError(
+                "updates='wait_free' with a step pre-hook on the optimizer, which must see all gradients before any "
+                "update; use updates='after_backward'"
+            )
+        if any(isinstance(value, torch.amp.GradScaler) for value in objects.values()):
+            raise no_scaler()

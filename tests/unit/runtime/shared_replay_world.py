@@ -24,7 +24,7 @@ from swift_ft.log.record import Record, RecordKey, digest_of
 from swift_ft.planner import Help, Plan
 from swift_ft.state.tensors import same_bits
 from swift_ft.train import replay_helper
-from swift_ft.train.boundary_log import Channel, Shapes
+from swift_ft.train.boundary_log import Capture, Channel, Shapes
 from swift_ft.train.participants import Site
 from swift_ft.train.replay_helper import Helper
 from swift_ft.train.shared_replay import Owner
@@ -77,7 +77,7 @@ class Log:
         pass
 
 
-class Captured:
+class Captured(Capture):
     """The capture of a rank that runs, or replays alone: everything that it sends."""
 
     def __init__(self) -> None:
@@ -85,11 +85,6 @@ class Captured:
 
     def record(self, stream: str, key: RecordKey, tensor: torch.Tensor, *, now: bool, keep: bool) -> None:
         self.sent[stream, key] = tensor.detach().clone()
-
-    def wait_copied(self) -> None:
-        pass
-
-    drop = wait_copied
 
 
 class Part(nn.Module):

@@ -60,7 +60,7 @@ class World:
         stats = SimpleNamespace(records=0, bytes=0, verified=0)
         writer = SimpleNamespace(flush=lambda _timeout_s: None, stats=stats)
         self.ending.begin(num_steps)
-        self.ending.finish(cast(Any, writer), lambda _view: None, 0.0)
+        self.ending.finish(cast(Any, writer), 0.0)
         (said,) = self.said
         return said
 
