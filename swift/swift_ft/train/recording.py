@@ -360,7 +360,7 @@ class Recording(Participant):
         self._watch = watch
         self._from: int | None = None
         self._generation = 0
-        self._under_way = False
+        self.under_way = False
 
     def begins_at(self, version: int, view: pb.View | None, generation: int) -> bool:
         """Called when a checkpoint of this version is saved. Returns whether the steps from here on are recorded."""
@@ -381,27 +381,23 @@ class Recording(Participant):
     def abandon(self) -> None:
         self._from = None
 
-    @property
-    def under_way(self) -> bool:
-        return self._under_way
-
     def begin_step(self, step: Step) -> None:
         if step.replaying:
             return
-        self._under_way = self._from is not None and self._from <= step.number <= self._from + STEPS
-        if self._under_way:
+        self.under_way = self._from is not None and self._from <= step.number <= self._from + STEPS
+        if self.under_way:
             self._watch.begin()
             self._tape.record(all_of_it=step.number == self._from)
 
     def step_begun(self, step: Step) -> None:
-        if not self._under_way:
+        if not self.under_way:
             return
         self._watch.state(self._site.state.begun_with())
         if self._from is not None and step.number == self._from + STEPS:
             self._write(step.number)  # only the state of this step is compared
 
     def end_step(self, step: Step) -> None:
-        if self._under_way:
+        if self.under_way:
             self._write(step.number)
 
     def _write(self, step: int) -> None:
@@ -416,11 +412,11 @@ class Recording(Participant):
             note(results(rank), RecordKey(step, self._generation, slot), tensor)
 
     def drop_step(self) -> None:
-        if self._under_way:
+        if self.under_way:
             self._stop()
 
     def _stop(self) -> None:
-        self._under_way = False
+        self.under_way = False
         self._watch.end()
         self._tape.stop()
 

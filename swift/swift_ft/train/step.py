@@ -36,7 +36,7 @@ from swift_ft.train.training_state import Stopped
 # no line, and does the step again, or the line. A repeated step finds its line and leaves it unchanged. If the line
 # differs (the job is not exact), it and all later lines are void, and are written anew.
 #
-#     (trainer) ``add`` … (vote) ``write`` → (the step is done) ``end``; (it is dropped) ``drop_step``
+#     (trainer) ``add`` … (vote) ``write`` → (the step is done) ``end_step``; (it is dropped) ``drop_step``
 
 Value = float | int | str | bool | None
 
@@ -77,14 +77,10 @@ class Lines(Participant):
                 )
 
     def end_step(self, step: Step) -> None:
-        self.end(step.number, lasts=step.due)
-
-    def end(self, step: int, *, lasts: bool) -> None:
-        """Ends the step. `lasts`: also syncs the file, so that the lines so far survive a crash of the machine."""
-        self.write(step)
+        self.write(step.number)
         self._values = {}
-        if lasts and self._file is not None:
-            os.fdatasync(self._file.fileno())
+        if step.due and self._file is not None:
+            os.fdatasync(self._file.fileno())  # the lines so far survive a crash of the machine
 
     def cut(self, step: int) -> None:
         """Drops the lines from this step on: the run has ended before it, and it may have been begun."""

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from swift_ft.errors import UsageError
 from swift_ft.train.step import Lines
+from tests.unit.runtime.wired import step_of
 
 
 def written(path: Path) -> list[dict[str, object]]:
@@ -23,7 +24,7 @@ def run(path: Path, first: int, last: int, factor: float = 1.0) -> Lines:
         lines.add({"loss": factor * step})
         lines.write(step)
         lines.add({"after": True})
-        lines.end(step, lasts=step % 5 == 4)
+        lines.end_step(step_of(step, due=step % 5 == 4))
     return lines
 
 
@@ -33,7 +34,7 @@ def test_what_is_given_in_a_step_is_one_line(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
     lines.add({"loss": torch.tensor(0.5), "name": "x"})
     lines.add({"ok": True, "none": None, "bad": float("nan")})
-    lines.end(3, lasts=True)
+    lines.end_step(step_of(3, due=True))
     lines.close()
     assert written(tmp_path / "new" / "rank0.jsonl") == [
         {"step": 3, "loss": 0.5, "name": "x", "ok": True, "none": None, "bad": "nan"}
@@ -79,7 +80,7 @@ def test_a_step_costs_the_same_however_long_the_file_is(
     monkeypatch.setattr(json, "loads", lambda text: (parsed.append(text), loads(text))[1])
     lines.add({"loss": 1.0})
     lines.write(200)
-    lines.end(200, lasts=False)
+    lines.end_step(step_of(200))
     lines.close()
     assert len(parsed) == 1  # its own line, which is there by then
 
