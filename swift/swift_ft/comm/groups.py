@@ -356,7 +356,7 @@ class ReconfigurableGroup(torch_private.ProcessGroup):  # type: ignore[misc]
 
     def gathered_texts(self, text: str) -> list[str]:
         data = text.encode()
-        room = int(max(self.gathered(torch.tensor([len(data)]))))
+        room = max(1, *map(int, self.gathered(torch.tensor([len(data)]))))
         own = torch.frombuffer(bytearray(data.ljust(room)), dtype=torch.uint8)
         return [bytes(each.numpy()).rstrip().decode() for each in self.gathered(own)]
 

@@ -80,9 +80,6 @@ def hooked_parameter(stages: Sequence[Any]) -> str:
 # So a trainer is refused in its first step if a part of a batch reaches a module or the loss in another way than as an
 # argument of `schedule.step` (an attribute, a closure), or if a forward depends on earlier ones.
 
-_WORDS_BYTES = 200
-"""Maximum size of a rank's description of a difference."""
-
 
 class Left(NamedTuple):
     """Results that a call of a schedule leaves at one rank."""
@@ -168,13 +165,6 @@ def summed(
         if float(used):
             given[parameter] = gradient.view_as(like)
     return given
-
-
-def all_told(group: ReconfigurableGroup, words: str) -> list[str]:
-    """(all ranks) Returns the words of each rank, by its place, each cut to `_WORDS_BYTES`."""
-    said = words.encode()[:_WORDS_BYTES].ljust(_WORDS_BYTES)
-    heard = group.gathered(torch.frombuffer(bytearray(said), dtype=torch.uint8))
-    return [bytes(tensor.tolist()).decode(errors="replace").strip() for tensor in heard]
 
 
 def _differ(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
@@ -429,7 +419,7 @@ class Rerouting(Adoption):
         theirs = summed(self._data, stages, rows, mine, torch_private.schedule_grad_scale(self._schedule))
         if not here:
             left = in_torchs_way._replace(gradients=theirs)
-        told = all_told(self._site.world, trial_difference(stages, in_torchs_way, left))
+        told = self._site.world.gathered_texts(trial_difference(stages, in_torchs_way, left))
         events.emit(
             "vacancies_tried",
             rank=self._slot,

@@ -4,6 +4,7 @@ finished late, from one that never began. So a joiner may copy from all of them,
 Legend: B batch, D width.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -80,7 +81,7 @@ class Arriving:
     """The average of a bucket over two replicas that have the same gradients; not there before it is waited for."""
 
     def __init__(self, bucket: Any, done: bool):
-        self.bucket, self.done = bucket, done
+        self.bucket, self.task = bucket, SimpleNamespace(done=done)
 
 
 class AgreeingReducer:

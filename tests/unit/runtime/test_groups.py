@@ -46,6 +46,12 @@ def test_those_that_are_there_sum_up() -> None:
     assert on_all(run) == {rank: [1011.0, 3, list(PRESENT)] for rank in PRESENT}
 
 
+@pytest.mark.parametrize("texts", [("", "a part of it", "alle: ä"), ("", "", "")])
+def test_texts_of_those_that_are_there(texts: tuple[str, ...]) -> None:
+    found = on_all(lambda group, rank: group.gathered_texts(texts[PRESENT.index(rank)]))
+    assert found == {rank: list(texts) for rank in PRESENT}
+
+
 def test_messages_go_to_the_rank_that_is_named() -> None:
     def run(group: ReconfigurableGroup, rank: int) -> Any:
         note = torch.tensor([rank])
