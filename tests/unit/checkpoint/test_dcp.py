@@ -140,22 +140,16 @@ def test_files_outside_of_the_directory_are_not_read(
         swift_ft.load_dcp(state, directory)
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "other", "folder", "gone"])
+@pytest.mark.parametrize(
+    "damaged",
+    [lambda content: content[: len(content) // 2], lambda _: b"", lambda _: pickle.dumps([1, 2])],
+    ids=["cut", "empty", "other"],
+)
 def test_an_index_that_is_none_is_refused_in_one_line(
-    damage: str, written: tuple[Path, dict[str, Any]]
+    damaged: Callable[[bytes], bytes], written: tuple[Path, dict[str, Any]]
 ) -> None:
     path = written[0] / METADATA
-    content = path.read_bytes()
-    path.unlink()
-    match damage:
-        case "cut":
-            path.write_bytes(content[: len(content) // 2])
-        case "empty":
-            path.write_bytes(b"")
-        case "other":
-            path.write_bytes(pickle.dumps([1, 2]))
-        case "folder":
-            path.mkdir()
+    path.write_bytes(damaged(path.read_bytes()))
     with pytest.raises(UsageError, match=r"\.metadata") as raised:
         swift_ft.load_dcp({}, written[0])
     assert "\n" not in str(raised.value)
@@ -413,7 +407,7 @@ def test_what_is_no_file_holds_nobody_up(
         put(directory / name)
     with pytest.raises(UsageError, match=r"Not a regular file|Is a directory|No such file") as raised:
         swift_ft.load_dcp(state, directory)
-    assert str(directory) in str(raised.value)
+    assert str(directory / name) in str(raised.value)
     assert str(raised.value).isprintable()
 
 

@@ -1,4 +1,4 @@
-"""A loss while the coordinator is away waits for it."""
+"""A loss while the coordinator is away waits for it; and what is said of an error that ends a job."""
 
 import threading
 import time
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from swift_ft._pb import coordinator_pb2 as pb
-from swift_ft.comm.backend import is_communication
+from swift_ft.comm.backend import is_communication, words_of
 from swift_ft.comm.gloo import GlooBackend
 from swift_ft.comm.rank_store import stores_of
 from swift_ft.errors import Divergence, Fenced, ServiceError
@@ -140,19 +140,20 @@ class Left(BaseException):
     """In place of the end of the process."""
 
 
-@pytest.mark.parametrize("error", [STICKY, wrapped(STICKY)], ids=["plain", "wrapped"])
-@pytest.mark.parametrize("noticed", [False, True], ids=["alone", "while another is lost"])
-def test_a_rank_without_its_device_leaves_at_once_and_offers_nothing(
-    world: World,
-    error: Exception,
-    noticed: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+@pytest.fixture
+def leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     def leave(code: int) -> None:
         raise Left(code)
 
     monkeypatch.setattr("os._exit", leave)
+
+
+@pytest.mark.usefixtures("leaves")
+@pytest.mark.parametrize("error", [STICKY, wrapped(STICKY)], ids=["plain", "wrapped"])
+@pytest.mark.parametrize("noticed", [False, True], ids=["alone", "while another is lost"])
+def test_a_rank_without_its_device_leaves_at_once_and_offers_nothing(
+    world: World, error: Exception, noticed: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     world.member._noticed += noticed
     for handle in (world.failures.handle, world.failures.await_notice):
         with pytest.raises(Left) as left:
@@ -164,13 +165,8 @@ def test_a_rank_without_its_device_leaves_at_once_and_offers_nothing(
     assert world.served.scripted.requests == []
 
 
-def test_a_device_that_failed_behind_a_collective_is_lost_too(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def leave(code: int) -> None:
-        raise Left(code)
-
-    monkeypatch.setattr("os._exit", leave)
+@pytest.mark.usefixtures("leaves")
+def test_a_device_that_failed_behind_a_collective_is_lost_too(world: World) -> None:
     groups: Any = SimpleNamespace(lost_peer=lambda error: False, broken=STICKY)
     with pytest.raises(Left):
         failures_of(world.member, groups).handle(RuntimeError("process group"), 1)
@@ -187,3 +183,34 @@ def test_memory_that_is_used_up_is_the_trainers_error(world: World, error: Excep
     with pytest.raises(type(error)):
         world.failures.handle(error, 1)
     assert world.heard(pb.FailRequest)
+
+
+# -- A loss while the coordinator is away waits for it; and what is said of an error that ends a job. --
+
+
+def test_what_it_was_raised_from_is_said_too() -> None:
+    """A worker of a DataLoader was killed; the job had failed because "[Stage 1] failed to run forward:"."""
+    error = RuntimeError("\n    [Stage 1] failed to run forward:\n    args: ()\n")
+    error.__cause__ = ValueError("no such token\nand more")
+    assert words_of(error) == "RuntimeError: [Stage 1] failed to run forward: ValueError: no such token"
+    assert words_of(error.__cause__) == "ValueError: no such token"
+    assert words_of(KeyError()) == "KeyError"
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (
+            RuntimeError("[/x/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:5678"),
+            True,
+        ),
+        (RuntimeError("Process group world: connection of an ended generation"), True),
+        (RuntimeError("process group: there is no generation yet"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("connection"), False),
+    ],
+)
+def test_what_a_lost_peer_may_be_behind(error: Exception, expected: bool) -> None:
+    lost_peer = GlooBackend().is_lost_peer
+    assert is_communication(error, lost_peer) is expected
+    assert is_communication(wrapped(error), lost_peer) is expected

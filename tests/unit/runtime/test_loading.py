@@ -84,6 +84,26 @@ def through_a_copy(state: Any, into: Any, tmp_path: Path) -> Any:
     return join(manifest.skeleton, destination.finish())
 
 
+Made = tuple[nn.Module, torch.optim.Optimizer]
+
+
+def made(kind: Any, options: dict[str, Any], dtype: torch.dtype, memory_format: Any) -> Made:
+    torch.manual_seed(0)
+    model = Convolutions(dtype, memory_format)
+    return model, kind(model.parameters(), **options)
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def restored(first: Made, second: Made, way: Any, tmp_path: Path) -> None:
+    """The first's state, in the second."""
+    state = way(state_of(*first), state_of(*second), tmp_path)
+    load_module(second[0], state["model"])
+    load_optimizer(second[1], state["optimizer"])
+
+
 def kinds() -> Iterator[Any]:
     for (kind, options), dtype, how in itertools.product(
         EACH, (torch.float32, torch.bfloat16, torch.float64), ({}, {"foreach": True}, {"fused": True})
@@ -117,23 +137,11 @@ def test_the_steps_after_a_restore_have_the_same_bits(
 ) -> None:
     if kind is torch.optim.LBFGS and memory_format is torch.channels_last:
         pytest.skip("torch's own step refuses gradients that are not contiguous")
-
-    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(0)
-        model = Convolutions(dtype, memory_format)
-        return model, kind(model.parameters(), **options)
-
-    def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-
-    model, optimizer = make()
+    (model, optimizer), (other, another) = (made(kind, options, dtype, memory_format) for _ in range(2))
     steps(model, optimizer, range(3))
-    other, another = make()
     if way is through_a_copy and options.get("foreach"):
         steps(other, another, range(5, 6))  # a survivor: with a state of its own
-    state = way(state_of(model, optimizer), state_of(other, another), tmp_path)
-    load_module(other, state["model"])
-    load_optimizer(another, state["optimizer"])
+    restored((model, optimizer), (other, another), way, tmp_path)
     assert alike(model, other)
     for tensors in zip(*(split(o.state_dict())[0].values() for o in (optimizer, another)), strict=True):
         assert tensors[0].stride() == tensors[1].stride()
@@ -148,29 +156,17 @@ def test_the_steps_after_a_restore_have_the_same_bits(
 def test_files_that_a_trainer_saves_afterwards_are_the_same_to_the_byte(way: Any, tmp_path: Path) -> None:
     """pickle writes a name once as long as it is one object: the sums of files differed, and no tensor did."""
 
-    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(0)
-        model = Convolutions(torch.float32, torch.contiguous_format)
-        return model, torch.optim.AdamW(model.parameters())
-
-    def saved(model: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
+    def saved(made: Made) -> bytes:
         file = io.BytesIO()
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        torch.save(state_of(*made), file)
         return file.getvalue()
 
-    model, optimizer = make()
-    steps(model, optimizer, range(3))
-    other, another = make()
-    state = way(
-        {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
-        {"model": other.state_dict(), "optimizer": another.state_dict()},
-        tmp_path,
-    )
-    load_module(other, state["model"])
-    load_optimizer(another, state["optimizer"])
-    for which in (model, optimizer), (other, another):
+    first, second = (made(torch.optim.AdamW, {}, torch.float32, torch.contiguous_format) for _ in range(2))
+    steps(*first, range(3))
+    restored(first, second, way, tmp_path)
+    for which in first, second:
         steps(*which, range(3, 5))
-    assert saved(model, optimizer) == saved(other, another)
+    assert saved(first) == saved(second)
 
 
 class Odd(torch.optim.Optimizer):
@@ -205,18 +201,9 @@ class Odd(torch.optim.Optimizer):
     "memory_format", [torch.contiguous_format, torch.channels_last], ids=["plain", "last"]
 )
 def test_an_optimizer_of_ones_own_gets_its_own_state(memory_format: Any, way: Any, tmp_path: Path) -> None:
-    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(0)
-        model = Convolutions(torch.bfloat16, memory_format)
-        return model, Odd(model.parameters())
-
-    (model, optimizer), (other, another) = make(), make()
+    (model, optimizer), (other, another) = (made(Odd, {}, torch.bfloat16, memory_format) for _ in range(2))
     steps(model, optimizer, range(3))
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    into = {"model": other.state_dict(), "optimizer": another.state_dict()}
-    state = way(state, into, tmp_path)
-    load_module(other, state["model"])
-    load_optimizer(another, state["optimizer"])
+    restored((model, optimizer), (other, another), way, tmp_path)
     moments = another.state[next(other.parameters())]
     assert moments["m"].dtype == torch.float32
     assert moments["kind"] == "warm"

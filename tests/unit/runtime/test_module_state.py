@@ -223,6 +223,14 @@ def test_plain_is_what_can_be_told(value: Any, wanted: bool) -> None:
     assert is_plain(value) is wanted
 
 
+def begun(change: Any = lambda model: None) -> tuple[Any, KeptModules]:
+    """A step has begun, with a model that was changed before."""
+    change(model := Model())
+    kept = KeptModules([model])
+    kept.keep()
+    return model, kept
+
+
 class TestADroppedStep:
     def test_all_is_as_it_was_in_the_objects_that_were_there(self) -> None:
         model = Model()
@@ -247,9 +255,7 @@ class TestADroppedStep:
         assert model.rate == 0.1
 
     def test_a_step_that_is_done_is_not_taken_back(self) -> None:
-        model = Model()
-        kept = KeptModules([model])
-        kept.keep()
+        model, kept = begun()
         change(model.part)
         kept.forget()
         after = told(model.part)
@@ -258,10 +264,8 @@ class TestADroppedStep:
 
     @pytest.mark.parametrize("place", ["count", "mean", "table", "bank", "past", "best"])
     def test_each_kind_of_change_is_seen(self, place: str) -> None:
-        model = Model()
-        part: Any = model.part
-        kept = KeptModules([model])
-        kept.keep()
+        model, kept = begun()
+        part = model.part
         match place:
             case "count":
                 part.count = 1
@@ -276,17 +280,11 @@ class TestADroppedStep:
         assert told(part) == told(Part())
 
     def test_not_a_number_is_no_change(self) -> None:
-        model = Model()
-        model.part.mean.fill_(float("nan"))
-        kept = KeptModules([model])
-        kept.keep()
+        _, kept = begun(lambda model: model.part.mean.fill_(float("nan")))
         assert not kept.changed
 
     def test_parameters_that_were_frozen_or_thawed_are_so_no_more(self) -> None:
-        model = Model()
-        model.part.linear.bias.requires_grad_(False)
-        kept = KeptModules([model])
-        kept.keep()
+        model, kept = begun(lambda model: model.part.linear.bias.requires_grad_(False))
         model.part.linear.bias.requires_grad_(True)
         model.part.linear.weight.requires_grad_(False)
         kept.restore()
@@ -295,9 +293,7 @@ class TestADroppedStep:
 
     def test_views_of_parameters_are_not_written_to(self) -> None:
         """An update has begun: the parameter is undone by other means, and the view with it."""
-        model = Model()
-        kept = KeptModules([model])
-        kept.keep()
+        model, kept = begun()
         with torch.no_grad():
             model.part.linear.weight += 1
         after = model.part.linear.weight.clone()
@@ -335,10 +331,8 @@ class TestADroppedStep:
         assert model.part.mean[0] == 1
 
     def test_a_tensor_that_was_resized_has_its_shape_again(self) -> None:
-        model = Model()
+        model, kept = begun()
         mean = model.part.mean
-        kept = KeptModules([model])
-        kept.keep()
         with torch.no_grad():
             model.part.mean.resize_(5).fill_(1)
         assert kept.changed
