@@ -659,14 +659,14 @@ class Channel:
         self._microbatch = microbatch
         for slot, tensor in enumerate(map(local, external)):
             self.saw(INPUT, stage, microbatch, slot, tensor)
-            self._record(self.stream(stage, "X"), RecordKey(self.step, microbatch, slot), tensor, now=True)
+            self.record(self.stream(stage, "X"), RecordKey(self.step, microbatch, slot), tensor, now=True)
         self.randomness.forward(stage, microbatch)
 
     def targeted(self, stage: int, target: torch.Tensor) -> None:
         """Records the target of the microbatch whose forward has just ended."""
         key, target = RecordKey(self.step, self._microbatch, 0), local(target)
         self.saw(TARGET, stage, self._microbatch, 0, target)
-        self._record(self.stream(stage, "T"), key, target, now=True)
+        self.record(self.stream(stage, "T"), key, target, now=True)
 
     def saw(self, kind: str, stage: int, microbatch: int, slot: int, tensor: torch.Tensor) -> None:
         witness = self.witness
@@ -704,11 +704,7 @@ class Channel:
         """(a message has been launched) Records what was sent. The message does not wait for that, and a rank that dies
         in between has only lost one record more: its replay makes those that lack."""
         while self._to_record:
-            self._record(*self._to_record.popleft(), now=False)
-
-    def hand_in(self, stream: str, key: RecordKey, tensor: torch.Tensor) -> None:
-        """(replay) Logs a tensor that a helper has computed and that the log lacks."""
-        self._record(stream, key, tensor, now=True)
+            self.record(*self._to_record.popleft(), now=False)
 
     @contextmanager
     def computing(self, stage: int, direction: str, microbatch: int = 0) -> Iterator[None]:
@@ -753,7 +749,7 @@ class Channel:
         if not (self.rehearsing or self.unsettled):
             self.capture.record(stream, key, tensor, now=True, keep=False)
 
-    def _record(self, stream: str, key: RecordKey, tensor: torch.Tensor, now: bool) -> None:
+    def record(self, stream: str, key: RecordKey, tensor: torch.Tensor, *, now: bool) -> None:
         """Logs `tensor`, unless the step may be taken back. ``now``: it may change after the call."""
         self.readings.check_arrived()  # a record of what an abort has left would differ from the repeated step's
         self.check_whole()
@@ -836,4 +832,4 @@ class Channel:
 
     def _gave(self, key: RecordKey, result: torch.Tensor) -> None:
         self.saw(RESULT, 0, key.microbatch, key.slot, result)
-        self._record(streams.collectives(self.rank), key, result, now=True)
+        self.record(streams.collectives(self.rank), key, result, now=True)

@@ -232,7 +232,7 @@ class CutStep:
                 self.finish(bucket)
             bucket.reduction = None
         own = torch.tensor([bucket.averaged_in for bucket in self.buckets])
-        held = [of_one.tolist() for of_one in self._reducer.gathered(own)]
+        held = [of_one.tolist() for of_one in self._reducer.group.gathered(own)]
         for gift in given(held):
             bucket = self.buckets[gift.bucket]
             # A rank that has the average must not lose it if this broadcast is interrupted as well.

@@ -109,7 +109,7 @@ class Reducer:
         """`contributions` returns the divisor of a sum in this generation (`Assignment.contributions`). `shares`
         returns the distribution of adopted batches, or None if there are none."""
         self._shares = shares
-        self._group = group
+        self.group = group
         self._ordered = ordered
         self._contributions = contributions
         self._buffers: dict[tuple[torch.dtype, torch.device, int, int], list[torch.Tensor]] = {}
@@ -144,7 +144,7 @@ class Reducer:
             else:
                 collectives.unordered_sum(flat[0])
 
-        reduction = Reduction(bucket, flat, self._contributions(), self._group.submit(run))
+        reduction = Reduction(bucket, flat, self._contributions(), self.group.submit(run))
         self.seconds += time.monotonic() - began
         return reduction
 
@@ -169,12 +169,8 @@ class Reducer:
         if average is None:
             average = torch.empty(1, sum(_sizes(bucket)), dtype=bucket[0].dtype, device=bucket[0].device)
         row = average[0]
-        self._group.run(lambda collectives: collectives.broadcast(row, source))
+        self.group.run(lambda collectives: collectives.broadcast(row, source))
         return average
-
-    def gathered(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """(all ranks) Returns each rank's tensor, by its place."""
-        return self._group.gathered(tensor)
 
     def write(self, bucket: Bucket, flat: torch.Tensor, divisor: int | None = None) -> None:
         """Writes the first row of `flat` into the gradients. `divisor`: None if the row is divided already."""
@@ -201,7 +197,7 @@ class Reducer:
         number = torch.as_tensor(value, dtype=None if isinstance(value, torch.Tensor) else torch.float64)
         total = number.detach().clone().reshape(1)
         add = operation(None)
-        self._group.run(lambda collectives: collectives.all_reduce(total, add))
+        self.group.run(lambda collectives: collectives.all_reduce(total, add))
         average = (total / self._contributions()).reshape(number.shape)
         return average if isinstance(value, torch.Tensor) else float(average)
 
@@ -212,7 +208,7 @@ class Reducer:
             for tensor in tensors:
                 collectives.broadcast(tensor, 0)
 
-        self._group.run(run)
+        self.group.run(run)
 
 
 def check_dense(gradients: Iterable[torch.Tensor]) -> None:
