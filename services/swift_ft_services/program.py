@@ -8,7 +8,6 @@ import argparse
 import logging
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from swift_ft import events, logs
 from swift_ft.cli_parser import (
     Parser,
     add_metrics_arguments,
-    end_quietly,
+    end_process,
     host_and_port,
     is_loopback,
     write_address,
@@ -339,8 +338,6 @@ def announce(arguments: argparse.Namespace, who: str, port: int, protection: Map
 
 
 def exit_with(main: Callable[[], int]) -> NoReturn:
-    """Ends the process without waiting for its threads: what it has acknowledged is durable."""
+    """Runs a server's program and ends the process: what it has acknowledged is durable."""
     os.umask(0o077)  # its files are readable only by its user
-    exit_code = end_quietly(main)
-    sys.stderr.flush()
-    os._exit(exit_code)
+    end_process(main)

@@ -18,7 +18,7 @@ if __name__ == "__main__":
         # An ignored one (nohup) stays ignored, for `swift_ft.launch.children` too.
         if early != signal.SIGHUP or signal.getsignal(early) != signal.SIG_IGN:
             signal.signal(early, _leave)
-    from swift_ft.cli_parser import end_quietly
+    from swift_ft.cli_parser import end_process
     from swift_ft.launch.command import main
     from swift_ft.logs import described, end_process_on_uncaught
     from swift_ft.text import outlive_readers, tell
@@ -26,4 +26,4 @@ if __name__ == "__main__":
     outlive_readers()
     # The kernel ends the ranks with this process.
     end_process_on_uncaught(lambda error: tell(f"run: {described(error)}; start it again"))
-    sys.exit(end_quietly(lambda: main(sys.argv[1:])))
+    end_process(lambda: main(sys.argv[1:]))

@@ -149,3 +149,29 @@ def test_a_broken_pipe_of_another_kind_is_a_bug() -> None:
 
     with pytest.raises(BrokenPipeError):
         end_quietly(bug)
+
+
+ASKING = """
+import threading, time
+from torch.distributed import TCPStore
+from swift_ft.cli_parser import end_process
+
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+def ask_on():
+    while True:
+        store.check(["key"])
+
+for _ in range(2):
+    threading.Thread(target=ask_on, daemon=True).start()
+time.sleep(0.2)
+print("all is well")
+end_process(lambda: 3)
+"""
+
+
+def test_a_thread_within_torch_does_not_change_how_the_process_ends() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", ASKING], check=False, capture_output=True, text=True, timeout=60
+    )
+    assert (ended.returncode, ended.stdout) == (3, "all is well\n"), ended.stderr
