@@ -57,8 +57,11 @@ def test_a_replica_takes_the_place() -> None:
         "next_step_s": 3.0,
         "lost_s": 1.0,
         "detect_s": 0.5,
+        "all_again_s": 3.25,
         "steps_again": 0,
         "steps_with_fewer": 0,
+        "pids": [[1], [2, 3]],
+        "restarted": 1,
         "survived": True,
         "same_bits": True,
     }
@@ -76,13 +79,14 @@ def test_who_has_the_gradients_of_the_step_of_the_kill_stands_still_behind_it(
 def test_steps_that_are_done_again_are_not_new() -> None:
     again = [stepped(11.0 + step, pid, replica, step) for step in (2, 3) for pid, replica in ((5, 0), (6, 1))]
     found = report.judge(run_with([*again, *both(19.0, 4, 5, 6), *both(20.0, 5, 5, 6)]), "a")
-    assert (found["steps_again"], found["next_step_s"], found["survived"]) == (2, 10.0, False)
+    assert (found["steps_again"], found["restarted"], found["next_step_s"]) == (2, 2, 10.0)
 
 
 def test_steps_of_one_replica_alone_are_counted() -> None:
     alone = [stepped(15.0, 1, 0, 4), stepped(16.0, 1, 0, 5)]
     found = report.judge(run_with([*alone, *REPLACED, *both(17.0, 6)]), "a")
-    assert (found["next_step_s"], found["steps_with_fewer"]) == (6.0, 1)
+    assert (found["next_step_s"], found["all_again_s"], found["steps_with_fewer"]) == (6.0, 7.25, 1)
+    assert report.judge(run_with(alone), "a")["all_again_s"] is None
 
 
 def test_who_comes_back_too_late_does_no_step_of_the_run() -> None:

@@ -144,9 +144,11 @@ def _calm(name: str, trial: Trial, python: str) -> dict[str, Any]:
 MEDIANS = (
     "next_step_s",
     "lost_s",
+    "all_again_s",
     "detect_s",
     "steps_again",
     "steps_with_fewer",
+    "restarted",
     "step_s",
 )
 
@@ -191,7 +193,11 @@ def judge(marks: Sequence[dict[str, Any]], reference: str) -> dict[str, Any]:
     ]
     # A process that returns after the others have ended starts from scratch: that is not part of the run.
     over = min((mark["at"] for mark in marks if mark["what"] == "ended"), default=float("inf"))
-    survivor = {mark["pid"] for mark in marks if mark["replica"] == SURVIVOR}
+    together = [max(times) for number, times in new.items() if number > step and len(times) == REPLICAS]
+    processes = [
+        list(dict.fromkeys(mark["pid"] for mark in marks if mark["replica"] == replica))
+        for replica in range(REPLICAS)
+    ]
     digests = [mark["digest"] for mark in marks if mark["what"] == "ended"]
     step_s, next_step_s = statistics.median(b - a for a, b in pairwise(before)), min(new[step + 1])
     steps = sum(number in new for number in (step, step + 1))
@@ -200,9 +206,12 @@ def judge(marks: Sequence[dict[str, Any]], reference: str) -> dict[str, Any]:
         "next_step_s": next_step_s,
         "lost_s": max(0.0, next_step_s - steps * step_s),
         "detect_s": _detected(marks, at),
+        "all_again_s": min(together) if together else None,
         "steps_again": len({mark["step"] for mark in after if mark["step"] < step and mark["at"] < over}),
         "steps_with_fewer": sum(len(times) < REPLICAS for number, times in new.items() if number > step),
-        "survived": len(survivor) == 1
+        "pids": processes,
+        "restarted": sum(len(pids) > 1 for pids in processes),
+        "survived": len(processes[SURVIVOR]) == 1
         and any(mark["what"] == "ended" and mark["replica"] == SURVIVOR for mark in marks),
         "same_bits": len(digests) == REPLICAS and set(digests) == {reference},
     }
