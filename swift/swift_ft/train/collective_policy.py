@@ -157,7 +157,7 @@ class Gate:
             participant.scheduled()
 
     def reducing(self) -> None:
-        self.updates.reducing()
+        self.updates.fault("reduce")  # of DDP or FSDP
 
     def message(self, group: ReconfigurableGroup, name: str) -> None:
         """Raises UsageError for a point-to-point message of the trainer's own that a replay could not repeat."""

@@ -365,7 +365,7 @@ class Updates:
                 self._channel.check()
                 self._launch(buckets[number])
                 if buckets[number].reduction is not None:
-                    self._fault("reduce", number, half - 1)
+                    self.fault("reduce", number, half - 1)
             if (oldest := number - _IN_FLIGHT) >= 0 and oldest < len(buckets):
                 self.cut_step.finish(buckets[oldest])
 
@@ -388,7 +388,7 @@ class Updates:
     def _given_up(self) -> None:
         """(a cut step is finished by the remaining ranks) Resets launches: all have agreed on the averaged buckets."""
         self._launched = self._finished
-        self._fault("finish")
+        self.fault("finish")
 
     def _launch_next(self) -> None:
         """Launches the next bucket in the order common to all data-parallel ranks."""
@@ -402,7 +402,7 @@ class Updates:
         self.unreduced(bucket.parameters)
         self._launch(bucket)
         if bucket.reduction is not None:
-            self._fault("reduce", self._launched - 1, half - 1)
+            self.fault("reduce", self._launched - 1, half - 1)
 
     def _finish_next(self) -> None:
         bucket = self._buckets[self._finished]
@@ -413,7 +413,7 @@ class Updates:
         settle_copies()
         with self.cut_step.own():
             bucket.journal.apply(bucket.index)
-        self._fault("update", self._finished - 1, (len(self._buckets) + 1) // 2 - 1)
+        self.fault("update", self._finished - 1, (len(self._buckets) + 1) // 2 - 1)
 
     def _step(self, journal: Journal, closure: Any) -> Any:
         with self.spoiling():
@@ -451,12 +451,12 @@ class Updates:
         self.begun = not self.held
         journal.again()
         if len(journal.buckets) == 1 and not journal.complete:
-            self._fault("optimizer")
+            self.fault("optimizer")
         if journal.whole:
             loss = journal.apply_whole(closure)
         else:
             middle = max(1, len(journal.buckets) // 2) - 1
-            journal.apply_rest(lambda applied: self._fault("optimizer", applied - 1, middle))
+            journal.apply_rest(lambda applied: self.fault("optimizer", applied - 1, middle))
         for bucket in self._buckets_of(optimizer):
             bucket.averaged.clear()
             self.ties.stepped(bucket.parameters)
@@ -504,7 +504,7 @@ class Updates:
         """Returns once every rank has all its gradients reduced. Raises the errors of `Engine.vote`."""
         if self._votes and not self._channel.replaying:
             if self.wait_free:
-                self._fault("optimizer")
+                self.fault("optimizer")
             self.cut_step.through(self.vote)
             self.voting = False
             self.cut_step.tell(self._version, self.optimizers)
@@ -560,11 +560,7 @@ class Updates:
         if self.stepped:
             self._needs_hold = True
 
-    def reducing(self) -> None:
-        """Marks the fault point of a reduction that DDP or FSDP has begun."""
-        self._fault("reduce")
-
-    def _fault(self, phase: str, bucket: int = 0, middle: int = 0) -> None:
+    def fault(self, phase: str, bucket: int = 0, middle: int = 0) -> None:
         """Marks the fault point after that bucket. The phase is half done after bucket `middle`."""
         if not self._channel.replaying:
             self._channel.faults.behind_bucket(phase, self._version, bucket, is_middle=bucket == middle)
