@@ -185,7 +185,7 @@ def test_memory_that_is_used_up_is_the_trainers_error(world: World, error: Excep
     assert world.heard(pb.FailRequest)
 
 
-# -- A loss while the coordinator is away waits for it; and what is said of an error that ends a job. --
+# -- errors --
 
 
 def test_what_it_was_raised_from_is_said_too() -> None:
