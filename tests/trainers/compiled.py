@@ -7,7 +7,6 @@
 
 import probe
 import torch
-from torch import nn
 
 import swift_ft
 
@@ -15,13 +14,4 @@ with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as
     model = session.module(probe.net())
     compiled = torch.compile(model, backend="aot_eager")
     optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
-
-    def train_step(step: int) -> None:
-        x, y = probe.batch(step, session.dp_rank)
-        loss = nn.functional.mse_loss(compiled(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        probe.note(step, loss)
-
-    probe.run(session, train_step, model=model, optimizer=optimizer)
+    probe.run(session, probe.usual_step(session, compiled, optimizer), model=model, optimizer=optimizer)

@@ -11,8 +11,7 @@ from torch import nn
 import swift_ft
 
 with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
-    torch.manual_seed(0)
-    model = session.module(session.ddp(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))))
+    model = session.module(session.ddp(probe.net()))
     optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
 
     def train_step(step: int) -> None:

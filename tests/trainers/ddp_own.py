@@ -11,9 +11,6 @@ from torch import nn
 import swift_ft
 
 with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
-    torch.manual_seed(0)
-    model = session.module(
-        nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
-    )
+    model = session.module(nn.parallel.DistributedDataParallel(probe.net()))
     optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
     probe.run(session, probe.usual_step(session, model, optimizer), model=model, optimizer=optimizer)

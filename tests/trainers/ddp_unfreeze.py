@@ -7,7 +7,6 @@
 
 import probe
 import torch
-from torch import nn
 
 import swift_ft
 
@@ -21,12 +20,6 @@ with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as
         if step == 5:
             model[0].requires_grad_(True)
             optimizer.add_param_group({"params": model[0].parameters(), "lr": 1e-3})
-
-        x, y = probe.batch(step, session.dp_rank)
-        loss = nn.functional.mse_loss(wrapped(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        probe.note(step, loss)
+        probe.note(step, probe.update(session, wrapped, optimizer, step))
 
     probe.run(session, train_step, model=model, optimizer=optimizer)

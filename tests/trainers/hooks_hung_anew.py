@@ -23,7 +23,6 @@ with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as
         for handle in handles:
             handle.remove()
         handles[:] = [model[0].register_forward_hook(scaled)]
-        loss = probe.update(session, model, optimizer, step)
-        probe.note(step, loss)
+        probe.note(step, probe.update(session, model, optimizer, step))
 
     probe.run(session, train_step, model=model, optimizer=optimizer)

@@ -3,6 +3,7 @@
 # verdict: same bits
 # worlds: 1, 2
 # kills: moment, optimizer, tail
+# plain: 1
 
 import probe
 import torch
@@ -19,7 +20,7 @@ with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as
     )
 
     def train_step(step: int) -> None:
-        x = torch.rand(16, 1).mul(3).requires_grad_()
+        x = torch.rand(16, 1, generator=torch.Generator().manual_seed(step)).mul(3).requires_grad_()
 
         def residual() -> torch.Tensor:
             model.zero_grad()

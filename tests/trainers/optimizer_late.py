@@ -17,7 +17,6 @@ with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as
         global optimizer
         if step == 6:
             optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9))
-        loss = probe.update(session, model, optimizer, step)
-        probe.note(step, loss)
+        probe.note(step, probe.update(session, model, optimizer, step))
 
     probe.run(session, train_step, model=model, optimizer=optimizer)

@@ -10,11 +10,5 @@ import swift_ft
 
 with swift_ft.Session.from_env(checkpoint_every=5) as session:
     module, schedule, optimizer = probe.pipeline(session)
-
-    def train_step(step: int) -> None:
-        optimizer.zero_grad()
-        losses = probe.through(session, schedule.step, probe.batch(step, session.dp_rank)[0])
-        optimizer.step()
-        probe.note(step, losses)
-
+    train_step = probe.usual_pass(session, schedule, optimizer)
     probe.run(session, train_step, module=module, optimizer=optimizer)

@@ -2,7 +2,7 @@
 
 Nothing of `swift` is used here, and nothing is told to it (but for a number of replicas, if the harness wants them).
 A trainer has what is special about it as its author would write it; ``net``, ``update`` and ``usual_step`` (a whole
-model) and ``pipeline`` and ``through`` (stages) are the rest of it. ``batch(step, dp_rank)`` stands for its data.
+model), ``pipeline``, ``through`` and ``usual_pass`` (stages) are the rest of it. ``batch(step, dp_rank)`` is its data.
 ``note(step, loss)`` stands last in its step; the harness may kill the rank there, or some time after it. ``run``
 does all steps, and then ``end(session, name=thing, ...)``.
 """
@@ -137,6 +137,18 @@ def through(session: Any, call: Callable[..., Any], x: torch.Tensor) -> list[tor
     else:
         call()
     return losses
+
+
+def usual_pass(session: Any, schedule: Any, optimizer: torch.optim.Optimizer) -> Callable[[int], None]:
+    """A train_step of a pipeline in which nothing else happens."""
+
+    def train_step(step: int) -> None:
+        optimizer.zero_grad()
+        losses = through(session, schedule.step, batch(step, session.dp_rank)[0])
+        optimizer.step()
+        note(step, losses)
+
+    return train_step
 
 
 def run(session: Any, train_step: Callable[[int], object], **things: Any) -> None:

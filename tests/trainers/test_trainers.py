@@ -69,9 +69,9 @@ KINDS = (
     "mlp",
     "batch_norm",
     "autocast_scaler",
-    "clip_session",
     "ddp_unfreeze",
     "optimizer_in_backward",
+    "tied",
     "two_updates",
     "wait_free",
 )

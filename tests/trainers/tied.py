@@ -2,6 +2,7 @@
 
 # verdict: same bits
 # worlds: 1, 2
+# plain: 1, 2
 
 import probe
 import torch

@@ -19,8 +19,6 @@ with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as
         if step == 5:
             model[0].requires_grad_(True)
             optimizer.add_param_group({"params": model[0].parameters(), "lr": 1e-3})
-
-        loss = probe.update(session, model, optimizer, step)
-        probe.note(step, loss)
+        probe.note(step, probe.update(session, model, optimizer, step))
 
     probe.run(session, train_step, model=model, optimizer=optimizer)

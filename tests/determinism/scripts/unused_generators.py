@@ -1,5 +1,6 @@
 """Correct, though nobody seeds numpy and random, and a note is drawn from random in each step."""
 
+# quick
 # verdict: EQUAL
 # says: random begin with other states
 
