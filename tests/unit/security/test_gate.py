@@ -4,7 +4,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -23,19 +22,12 @@ from tests.health_probe import check_service
 from tests.log_client import LogWriter
 from tests.unit.log.frames import frame_of
 from tests.unit.log.service import eventually, impatient_about
+from tests.unit.security import world
 from tests.unit.security.world import JOB, RANK, Guarded, Keys, code_of, documented_roles
 
 DENIED, UNKNOWN_CALLER = grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED
-REQUESTS: dict[str, Callable[[str], Any]] = {
-    "Append": lambda job: log_pb2.AppendRequest(opens=[log_pb2.Open(job=job, stream="s0.F", generation=1)]),
-    "Read": lambda job: log_pb2.ReadRequest(job=job, stream="s0.F"),
-    "Digests": lambda job: log_pb2.DigestsRequest(job=job, stream="s0.F"),
-    "Inventory": lambda job: log_pb2.InventoryRequest(job=job),
-    "Fence": lambda job: log_pb2.FenceRequest(job=job, generation=1),
-    "Trim": lambda job: log_pb2.TrimRequest(job=job, below_step=0),
-    "Reset": lambda job: log_pb2.ResetRequest(job=job, generation=1),
-    "Status": lambda job: log_pb2.StatusRequest(job=job),
-    "Drop": lambda job: log_pb2.DropRequest(job=job, force=True),
+REQUESTS = {
+    method.removeprefix(LOG): make for method, make in world.REQUESTS.items() if method.startswith(LOG)
 }
 
 
@@ -69,9 +61,8 @@ def test_every_call_of_both_services_has_its_roles() -> None:
         for prefix, module, service in ((LOG, log_pb2, "Log"), (COORDINATOR, coordinator_pb2, "Coordinator"))
         for method in module.DESCRIPTOR.services_by_name[service].methods
     }
-    assert set(MAY_CALL) == methods
+    assert set(MAY_CALL) == methods == set(world.REQUESTS)
     assert {method: set(roles) for method, roles in MAY_CALL.items()} == documented_roles()
-    assert {method.removeprefix(LOG) for method in methods if method.startswith(LOG)} == set(REQUESTS)
 
 
 def test_a_token_reaches_no_newer_generation(server: Guarded, keys: Keys) -> None:

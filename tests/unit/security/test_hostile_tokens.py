@@ -1,6 +1,7 @@
 """Tokens of every wrong kind, at a server: denied with a status, one line of the trail each, and nothing else."""
 
 import base64
+import hmac
 import json
 import logging
 import time
@@ -64,9 +65,14 @@ def wrong_claims() -> Iterator[str]:
                 yield json.dumps(said(**{name: value}))
     for value in ODD:  # of the right type and empty: a bearer who may do nothing
         yield json.dumps(said(roles=value))
+    yield json.dumps(said(roles=["king"]))
     for name in ("gen", "sub", "jti", "nbf", "iat"):
         for value in ([], [[]], {}, {"a": 1}, "x" if name in ("gen", "nbf", "iat") else 7):
             yield json.dumps(said(**{name: value}))
+    for value in ("7", True, 1.5):
+        yield json.dumps(said(gen=value))
+    for name in ("aud", "exp", "job", "roles"):
+        yield json.dumps({claim: value for claim, value in said().items() if claim != name})
     text = json.dumps(said())
     exp = f'"exp": {said()["exp"]}'
     for number in (
@@ -145,16 +151,21 @@ def wrong_tokens(keys: Keys) -> Iterator[str]:
         "x" * (TOKEN_BYTES_MAX + 1),
     )
     yield signed(keys, good, key=Ed25519PrivateKey.generate())
+    body = f"{part(json.dumps({'alg': 'HS256', 'kid': keys.key.name}).encode())}.{part(good.encode())}"
+    public = (keys.verifying / keys.signing.name).read_bytes()
+    yield f"{body}.{part(hmac.digest(public, body.encode(), 'sha256'))}"  # signed with what everybody has
 
 
 def test_each_is_denied_with_one_line_of_the_trail(
     server: Guarded, keys: Keys, trail: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    wrong = list(wrong_tokens(keys))
+    wrong, known = list(wrong_tokens(keys)), []
     for number, token in enumerate(wrong):
         code, _, _ = call(server.address, "Fence", FENCE, token)
         assert code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED), (number, token)
+        known += [token] * (code is grpc.StatusCode.PERMISSION_DENIED)
+    assert len(known) == 3, f"another job's, without a role, of generation 0: {known}"
     eventually(lambda: len(trail.read_text().splitlines()) >= len(wrong))
     lines = [json.loads(line) for line in trail.read_text().splitlines()]
     assert [line["outcome"] for line in lines] == ["denied"] * len(wrong)

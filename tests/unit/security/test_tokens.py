@@ -1,14 +1,10 @@
 """Tokens: what is taken, what is not, and that nobody but the signing key makes one."""
 
-import base64
-import json
 import os
 import stat
 import time
 from pathlib import Path
-from typing import Any
 
-import jwt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -142,70 +138,6 @@ def test_a_directory_that_loses_all_its_keys_lets_nobody_in(
         authority.grant(token)
     with pytest.raises(UsageError, match="no public key"):
         Authority(keys.verifying)
-
-
-def claims(**other: Any) -> dict[str, Any]:
-    return {"aud": "swift", "exp": int(time.time()) + 60, "job": JOB, "roles": ["writer"], **other}
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        {"aud": "other"},
-        {"job": 3},
-        {"job": ""},
-        {"roles": "writer"},
-        {"roles": ["king"]},
-        {"roles": [["writer"]]},
-        {"gen": "7"},
-        {"gen": True},
-        {"gen": 1.5},
-        {"exp": "tomorrow"},
-        {"nbf": 1 << 40},
-    ],
-    ids=str,
-)
-def test_claims_that_make_no_sense_are_refused_although_signed(keys: Keys, said: dict[str, Any]) -> None:
-    token = jwt.encode(claims(**said), keys.key.private, algorithm="EdDSA", headers={"kid": keys.key.name})
-    with pytest.raises(NotAuthenticated, match="not valid"):
-        Authority(keys.verifying).grant(token)
-
-
-@pytest.mark.parametrize("missing", ["aud", "exp", "job", "roles"])
-def test_every_claim_is_needed(keys: Keys, missing: str) -> None:
-    said = claims()
-    del said[missing]
-    token = jwt.encode(said, keys.key.private, algorithm="EdDSA", headers={"kid": keys.key.name})
-    with pytest.raises(NotAuthenticated):
-        Authority(keys.verifying).grant(token)
-
-
-def unsigned(header: dict[str, Any], said: dict[str, Any], signature: bytes = b"") -> str:
-    parts = [json.dumps(header).encode(), json.dumps(said).encode(), signature]
-    return ".".join(base64.urlsafe_b64encode(part).rstrip(b"=").decode() for part in parts)
-
-
-def test_forgeries_are_refused(keys: Keys, tmp_path: Path) -> None:
-    authority = Authority(keys.verifying)
-    name = keys.key.name
-    other = Keys(tmp_path / "other")
-    public = (keys.verifying / keys.signing.name).read_bytes()
-    with_public_key_as_secret = unsigned({"alg": "HS256", "kid": name, "typ": "JWT"}, claims())
-    head = with_public_key_as_secret.rpartition(".")[0]
-    import hashlib
-    import hmac
-
-    mac = base64.urlsafe_b64encode(hmac.new(public, head.encode(), hashlib.sha256).digest()).rstrip(b"=")
-    for forged in (
-        unsigned({"alg": "none", "kid": name}, claims()),
-        f"{head}.{mac.decode()}",
-        jwt.encode(claims(), other.key.private, algorithm="EdDSA", headers={"kid": name}),
-        jwt.encode(claims(), other.key.private, algorithm="EdDSA", headers={"kid": other.key.name}),
-        jwt.encode(claims(), keys.key.private, algorithm="EdDSA"),
-        jwt.encode(claims(), keys.key.private, algorithm="EdDSA", headers={"kid": f"../signing/{name}"}),
-    ):
-        with pytest.raises(NotAuthenticated):
-            authority.grant(forged)
 
 
 @pytest.fixture(scope="module")

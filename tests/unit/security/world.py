@@ -2,11 +2,14 @@
 
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import grpc
 
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft._pb import log_pb2
 from swift_ft.credentials import Credentials
 from swift_ft.tokens import COORDINATOR, LOG, Role, SigningKey, new_key, write_file
 from swift_ft.tools.credentials import CertificateAuthority
@@ -71,6 +74,50 @@ class Guarded(InProcess):
         )
         self.gate = self.protection.gate()
         super().__init__(None, config, protection=self.protection, gate=self.gate)
+
+
+REQUESTS: dict[str, Callable[[str], Any]] = {
+    LOG + "Append": lambda job: log_pb2.AppendRequest(
+        opens=[log_pb2.Open(job=job, stream="s0.F", generation=1)]
+    ),
+    LOG + "Read": lambda job: log_pb2.ReadRequest(job=job, stream="s0.F"),
+    LOG + "Digests": lambda job: log_pb2.DigestsRequest(job=job, stream="s0.F"),
+    LOG + "Inventory": lambda job: log_pb2.InventoryRequest(job=job),
+    LOG + "Fence": lambda job: log_pb2.FenceRequest(job=job, generation=1),
+    LOG + "Trim": lambda job: log_pb2.TrimRequest(job=job),
+    LOG + "Reset": lambda job: log_pb2.ResetRequest(job=job, generation=1),
+    LOG + "Status": lambda job: log_pb2.StatusRequest(job=job),
+    LOG + "Drop": lambda job: log_pb2.DropRequest(job=job, force=True),
+    COORDINATOR + "Join": lambda job: pb.JoinRequest(
+        job=job, member=pb.Member(rank=0, incarnation="other"), world_size=1
+    ),
+    COORDINATOR + "Watch": lambda job: pb.WatchRequest(job=job),
+    COORDINATOR + "Heartbeat": lambda job: pb.HeartbeatRequest(job=job, incarnation="i"),
+    COORDINATOR + "Report": lambda job: pb.ReportRequest(job=job, incarnation="i", generation=1),
+    COORDINATOR + "Ready": lambda job: pb.ReadyRequest(job=job, incarnation="i", generation=1),
+    COORDINATOR + "Refuse": lambda job: pb.RefuseRequest(job=job, incarnation="i", generation=1),
+    COORDINATOR + "CheckpointDurable": lambda job: pb.CheckpointRequest(job=job, incarnation="i"),
+    COORDINATOR + "AskCheckpoint": lambda job: pb.AskCheckpointRequest(
+        job=job, incarnation="i", generation=1
+    ),
+    COORDINATOR + "Measure": lambda job: pb.MeasureRequest(job=job, incarnation="i"),
+    COORDINATOR + "Share": lambda job: pb.ShareRequest(job=job, incarnation="i", generation=1),
+    COORDINATOR + "Meet": lambda job: pb.MeetRequest(job=job, run="r", leaves=True),
+    COORDINATOR + "Measurements": lambda job: pb.MeasurementsRequest(job=job),
+    COORDINATOR + "MemberExited": lambda job: pb.ExitRequest(job=job, incarnation="i", exit_code=1),
+    COORDINATOR + "Suspect": lambda job: pb.SuspectRequest(job=job, incarnation="i", generation=1),
+    COORDINATOR + "Finish": lambda job: pb.FinishRequest(job=job, incarnation="i"),
+    COORDINATOR + "ChangeLogServers": lambda job: pb.ChangeLogServersRequest(job=job, add="127.0.0.1:1"),
+    COORDINATOR + "Differs": lambda job: pb.DiffersRequest(job=job, reason="because"),
+    COORDINATOR + "Rehearsed": lambda job: pb.RehearsedRequest(job=job),
+    COORDINATOR + "Revoke": lambda job: pb.RevokeRequest(job=job, incarnation="i", generation=1),
+    COORDINATOR + "Vote": lambda job: pb.VoteRequest(job=job, incarnation="i", generation=1, kind=pb.AGREE),
+    COORDINATOR + "Fail": lambda job: pb.FailRequest(job=job, reason="because"),
+    COORDINATOR + "Status": lambda job: pb.StatusRequest(job=job),
+    COORDINATOR + "Stop": lambda job: pb.StopRequest(job=job, run="r", reason="because"),
+    COORDINATOR + "Jobs": lambda job: pb.JobsRequest(),
+}
+"""Method of both services -> a request of a job."""
 
 
 def documented_roles() -> dict[str, set[Role]]:
