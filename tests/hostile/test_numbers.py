@@ -41,7 +41,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("acked", [NUMBER_MAX - 5, 1 << 61])
+@pytest.mark.parametrize("acked", [NUMBER_MAX - 5, 1 << 61, (1 << 62) + 1, (1 << 64) - 1])
 def test_a_claim_that_is_far_ahead_holds_nobody_up(tmp_path: Path, acked: int) -> None:
     """Record 0, then one behind a gap that nothing ever stood in; a trim covers the gap, and a reader passes it."""
     neighbour = Neighbour()

@@ -14,7 +14,6 @@ from swift_ft.lab.failures.services import service_at
 from tests.integration.forked import CalmCluster, ForkedCluster, Forks
 from tests.integration.trainer_world import until_over
 
-REPOSITORY = Path(__file__).parents[2]
 STEPS = 20
 PATIENCE_S = 150.0
 _OF_VERSION = re.compile(r"rank\d+-v(\d+)\.json")

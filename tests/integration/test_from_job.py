@@ -49,9 +49,7 @@ def test_it_goes_on_as_the_other_one_would_have_and_writes_nothing_there(tmp_pat
         ]
 
         # Two stages on each rank, where that job had one.
-        assert (
-            job.run("interleaved.py", STEPS, 0, tmp_path, 5, "", flags=["--from-job", JOB], job="fourth") == 2
-        )
+        assert job.run("interleaved.py", STEPS, flags=["--from-job", JOB], job="fourth") == 2
         (line,) = [line for line in job.said.splitlines() if line.startswith("swift:")]
         assert line.startswith(
             "swift: --from-job drill: its version 12 is not this trainer's: the checkpoint holds "

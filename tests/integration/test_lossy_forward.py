@@ -13,7 +13,6 @@ import pytest
 from tests.integration.shrinking_world import LOST, RANKS, last_bits, named, reference, run
 from tests.integration.trainer_world import Run
 
-MATRIX = pytest.mark.matrix
 STEP = 6
 
 

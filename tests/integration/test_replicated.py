@@ -27,3 +27,16 @@ def test_who_is_whole_and_who_takes_its_step_back_give_the_state_together(
     assert undone["buckets"] == 1
     assert len([name for name in faulted["digests"] if "-g" in name]) == 3
     check_same(faulted, twin)
+
+
+@pytest.mark.timeout(240)
+def test_what_is_each_replicas_own_is_not_copied_to_another(tmp_path: Path) -> None:
+    """Its last loss, say, which it notes in an attribute: of no consequence, and no reason to refuse the job."""
+    fault = {"rank": 1, "step": 4, "phase": "reduce"}
+    run = run_trainer(tmp_path, "replicated.py", "notes", STEPS, ranks=2, faults=[fault])
+    named = [e["names"] for e in run["events"] if e["event"] == "attributes_apart"]
+    assert named
+    assert all(names == ["0.0.last_loss"] for names in named)
+    (plan,) = (e["ranks"] for e in run["events"] if e["event"] == "plan")
+    assert {entry["rank"]: entry["strategy"] for entry in plan}[1] == "REPLICA"
+    assert not any(e["event"] == "not_exact" for e in run["events"])

@@ -3,14 +3,12 @@
 import contextlib
 import json
 import os
-import random
 import signal
 import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 
 import grpc
@@ -21,33 +19,11 @@ from swift_ft import events
 from swift_ft._pb import coordinator_pb2, coordinator_pb2_grpc, log_pb2
 from swift_ft.coordinator_client import make_member
 from swift_ft.log import admin
-from swift_ft.log.protocol import SERVICE, code_of, method, open_channel
+from swift_ft.log.protocol import code_of, method, open_channel
 from swift_ft.log.record import RecordKey
 from tests.integration.coordinator_world import Coordinator
 from tests.integration.logserver_world import JOB, REPOSITORY, TIMEOUT_S, LogServer
 from tests.log_client import LogWriter
-
-COORDINATOR = "swift.coordinator.v1.Coordinator"
-STREAMS = ("s0.F", "s0.B", "s1.F")
-
-
-def body_of(step: int) -> bytes:
-    return random.Random(step).randbytes(20_000)
-
-
-def test_a_health_answer_tells_version_and_clock(tmp_path: Path) -> None:
-    coordinator = Coordinator(tmp_path / "meta").start()
-    with LogServer(tmp_path / "log") as server:
-        for address, service in ((server.address, SERVICE), (coordinator.address, COORDINATOR)):
-            with grpc.insecure_channel(address) as channel:
-                before = time.time()
-                _, call = health_pb2_grpc.HealthStub(channel).Check.with_call(
-                    health_pb2.HealthCheckRequest(service=service), timeout=TIMEOUT_S, wait_for_ready=True
-                )
-                about = dict(call.trailing_metadata())
-            assert about["swift-version"] == version("swift-ft")
-            assert before <= float(about["swift-time"]) <= time.time()
-    assert coordinator.stop() == 0
 
 
 def wait_for_event(directory: Path, name: str) -> None:

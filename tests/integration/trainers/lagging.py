@@ -1,7 +1,7 @@
-"""Two stages of two replicas each, whose log may be many steps behind: `lagging.py STEPS PAUSE_S FILE [REST_AT]`.
+"""Two stages of two replicas each, whose log may be many steps behind: `lagging.py STEPS PAUSE_S FILE [second]`.
 
-They make no more pauses once that file is there. Rank 0 does nothing for a long time once it has done all of step
-REST_AT; with "second", whoever takes its place does nothing in its second step until that file is there.
+They make no more pauses once that file is there. With "second", whoever takes rank 0's place does nothing in its second
+step until that file is there.
 """
 
 import os
@@ -18,7 +18,7 @@ from swift_ft import events
 
 STEPS, PAUSE_S = int(sys.argv[1]), float(sys.argv[2])
 IN_HASTE = Path(sys.argv[3])
-REST_AT, REST_S = sys.argv[4] if sys.argv[4:] else "", 60.0
+RESTS, REST_S = sys.argv[4:] == ["second"], 60.0
 WIDTH, BATCH = 16, 8
 
 if __name__ == "__main__":
@@ -30,10 +30,6 @@ if __name__ == "__main__":
     schedule, optimizer = prepare(session, module)
     first_step = -1
 
-    def rests(step: int) -> bool:
-        successor_rests = REST_AT == "second" and 0 < first_step == step - 1 and not IN_HASTE.exists()
-        return session.rank == 0 and (str(step) == REST_AT or successor_rests)
-
     def train_step(step: int) -> None:
         global first_step
         first_step = step if first_step < 0 else first_step
@@ -43,10 +39,10 @@ if __name__ == "__main__":
         compute(session, schedule, x)
         session.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()
-        if rests(step):
+        if RESTS and session.rank == 0 and 0 < first_step == step - 1 and not IN_HASTE.exists():
             events.emit("resting", step=step)
             until = time.monotonic() + REST_S
-            while time.monotonic() < until and not (REST_AT == "second" and IN_HASTE.exists()):
+            while time.monotonic() < until and not IN_HASTE.exists():
                 time.sleep(0.01)
         elif not IN_HASTE.exists():
             time.sleep(PAUSE_S)

@@ -278,17 +278,6 @@ def test_a_number_of_ranks_that_no_job_has_costs_nothing(services: Services) -> 
     services.check()
 
 
-def test_a_watermark_behind_the_end_of_the_numbers_is_refused(services: Services) -> None:
-    """Behind it there would be no sequence that a message can hold."""
-    admin.fence(services.addresses[LOG], "marks", 1, TIMEOUT_S)
-    for acked in ((1 << 64) - 1, (1 << 62) + 1):
-        opens = [log_pb2.Open(job="marks", stream="s0.F", generation=1, acked_sequence=acked)]
-        append = services.channels[LOG].stream_stream(LOG + "Append")
-        with pytest.raises(grpc.RpcError) as caught:
-            list(append(iter([log_pb2.AppendRequest(opens=opens).SerializeToString()]), timeout=TIMEOUT_S))
-        assert code_of(caught.value) is C.INVALID_ARGUMENT
-
-
 def test_jobs_under_way_are_limited(services: Services) -> None:
     codes = set()
     join = services.channels[COORDINATOR].unary_unary(COORDINATOR + "Join")
