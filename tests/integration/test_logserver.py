@@ -11,7 +11,6 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from swift_ft import events
-from swift_ft.launch.standalone import free_port
 from swift_ft.log import admin
 from swift_ft.log.protocol import SERVICE
 from swift_ft.log.reader import LogReader

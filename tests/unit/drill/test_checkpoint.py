@@ -1,5 +1,6 @@
-"""Drills of the strategy "checkpoint": the verdict with each piece of its evidence broken."""
+"""Drills of the strategies "checkpoint" and "reinit": the verdict with each piece of its evidence broken."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -30,8 +31,11 @@ def begun(trace: Trace) -> None:
     trace.kill(VICTIM, LOST)
 
 
-def goes_back(trace: Trace, generation: int, target: int, reason: str) -> None:
+def goes_back(trace: Trace, generation: int, target: int, reason: str, again: Sequence[int] = ()) -> None:
+    """`again`: these begin their script again."""
     trace.state("FENCING", generation, reason=reason)
+    for rank in again:
+        trace.rank(rank, "reinit", seconds=0.05)
     trace.state("PLANNING", generation)
     trace.plan(generation, target, dict.fromkeys(range(RANKS), ("CHECKPOINT", target)), reason)
     trace.state("RECOVERING", generation)
@@ -47,10 +51,10 @@ def ends(trace: Trace, generation: int, target: int) -> Trace:
     return trace
 
 
-def restored(target: int = NEWER) -> Trace:
+def restored(target: int = NEWER, again: Sequence[int] = ()) -> Trace:
     trace = Trace()
     begun(trace)
-    goes_back(trace, 2, target, "rank 2 died")
+    goes_back(trace, 2, target, "rank 2 died", again)
     return ends(trace, 2, target)
 
 
@@ -76,6 +80,16 @@ def test_all_went_back_to_the_newest_one() -> None:
     assert result["verdict"] == PASS, result["reason"]
     assert result["exact"] is True
     assert result["steps_lost"] == LOST - NEWER
+
+
+def test_all_survivors_began_again() -> None:
+    survivors = [rank for rank in range(RANKS) if rank != VICTIM]
+    result = built(restored(again=survivors), 2, NEWER, strategy="reinit")
+    assert (result["verdict"], result["exact"]) == (PASS, True), result["reason"]
+    assert [entry["rank"] for entry in result["reinit"]["begun_again"]] == survivors
+    result = built(restored(again=survivors[1:]), 2, NEWER, strategy="reinit")
+    assert result["verdict"] == FAIL
+    assert f"recovery 1: rank {survivors[0]} went on where it was" in result["reason"]
 
 
 @pytest.mark.parametrize("strategy", ["checkpoint", "reinit"])

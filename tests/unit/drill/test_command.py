@@ -18,6 +18,7 @@ KILL = "--kill rank=2,step=5,microbatch=3"
 THREE = "--stages 1 --replicas 3 --steps 4 --checkpoint-every 2 --microbatches 1 --model tiny"
 LOSSY = f"{THREE} --strategy lossy-forward --allow-inexact"
 CUT = "--kill rank=2,step=1,phase=reduce"
+TWO_COPIES = "--log-servers 2 --copies 2"
 
 
 def test_the_default_drill() -> None:
@@ -88,6 +89,10 @@ def test_usage_errors_are_one_line(arguments: str) -> None:
         ("--optimizer adafactor", "adamw, sgd, amsgrad"),
         ("--replicas 2 --updates sometimes", "after_backward, wait_free"),
         ("--stages 1", "at least 2, or 1 with --replicas"),
+        ("--log-servers 0", "--log-servers must be 1 to 16"),
+        ("--copies 2", "--copies must be 1 to 1"),
+        ("--log-servers 2 --copies 0", "--copies must be 1 to 2"),
+        (f"{TWO_COPIES} --kill rank=2,step=8 --kill corrupt=log,step=8", "another copy: leave --copies out"),
         (f"{THREE} --strategy lossy-forward {CUT}", "add --allow-inexact"),
         (
             f"{LOSSY} --lost-shard redistribute {CUT}",
@@ -168,6 +173,8 @@ def test_what_cannot_go_together_is_refused_in_one_line(arguments: str, word: st
         f"{SHRINK} {KILL} --grow step=8",
         "--stages 4 --helpers 2 --groups 0-1,2,3 --kill rank=1,step=3 --kill rank=2,step=3",
         "--stages 4 --helpers 2 --groups 0-3 --kill service=logserver,step=3",
+        f"{TWO_COPIES} --kill log=1,step=5",
+        "--log-servers 2 --kill rank=2,step=8 --kill corrupt=log,step=8",
     ],
 )
 def test_rerun_is_the_same_drill(arguments: str) -> None:

@@ -2,7 +2,6 @@
 
 import pytest
 
-from swift_ft.errors import UsageError
 from swift_ft.lab.drill import report
 from swift_ft.lab.drill.report import FAIL, INCONCLUSIVE, PASS
 from tests.unit.drill.evidence import CHECKPOINT, KILL_STEP, RANKS, Trace, config, digests, good, kept
@@ -107,33 +106,3 @@ def test_fault_37_a_rank_and_a_log_server_at_once(copies: int, reason: str, verd
 def test_without_the_servers_end_nothing_is_shown() -> None:
     result = report.build(config("log=0,step=5", log_servers=2), good(lost_alone(), fired=frozenset()))
     assert result["verdict"] == INCONCLUSIVE
-
-
-@pytest.mark.parametrize(
-    ("changes", "word"),
-    [
-        ({"log_servers": 0}, "--log-servers must be 1 to 16"),
-        ({"copies": 2}, "--copies must be 1 to 1"),
-        ({"log_servers": 2, "copies": 0}, "--copies must be 1 to 2"),
-    ],
-)
-def test_numbers_that_cannot_be(changes: dict[str, int], word: str) -> None:
-    with pytest.raises(UsageError, match=word):
-        config(**changes)
-
-
-def test_a_corrupt_log_with_two_copies_shows_nothing() -> None:
-    with pytest.raises(UsageError, match="reads another copy: leave --copies out"):
-        config("rank=2,step=8", "corrupt=log,step=8", log_servers=2, copies=2)
-    config("rank=2,step=8", "corrupt=log,step=8", log_servers=2)
-
-
-def test_the_command_can_be_run_again() -> None:
-    words = config("log=1,step=5", log_servers=3, copies=2).arguments()
-    assert words[words.index("--log-servers") : words.index("--log-servers") + 4] == [
-        "--log-servers",
-        "3",
-        "--copies",
-        "2",
-    ]
-    assert "--log-servers" not in config().arguments()
