@@ -5,11 +5,11 @@ import errno
 import mmap
 import shutil
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.patience import eventually
 
 SOURCE = Path(__file__).with_name("shim.c")
 TIMEOUT_S = 20.0
@@ -41,14 +41,6 @@ class _Control(ctypes.Structure):
         ("unused", ctypes.c_char * 120),
         ("rules", _Rule * RULES),
     )
-
-
-def eventually(condition: Callable[[], object], what: str, timeout_s: float = TIMEOUT_S) -> None:
-    """Waits for something that another process does."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"it did not happen within {timeout_s:g} s: {what}"
-        time.sleep(0.005)
 
 
 def build(directory: Path) -> Path:

@@ -24,7 +24,7 @@ from swift_ft.log.record import DTYPE_BY_NAME, RecordKey
 from swift_ft.log.segment import scan
 from swift_ft.state.tensors import to_tensor
 from tests.faults import shim
-from tests.faults.shim import Faults, eventually
+from tests.faults.shim import Faults
 from tests.faults.world import (
     SIZE,
     TIMEOUT_S,
@@ -41,6 +41,7 @@ from tests.faults.world import (
 )
 from tests.integration.logserver_world import JOB, REPOSITORY
 from tests.log_client import owned_bytes
+from tests.patience import eventually
 from tests.unit.log.append_call import Call
 from tests.unit.log.frames import STREAM, frame_of
 

@@ -16,7 +16,7 @@ from swift_ft.errors import LogUnavailable, ServiceError, StaleGeneration
 from swift_ft.log import admin
 from swift_ft.log.protocol import message_of, reason_of
 from tests.faults import shim
-from tests.faults.shim import Faults, eventually
+from tests.faults.shim import Faults
 from tests.faults.world import (
     TIMEOUT_S,
     Disk,
@@ -31,6 +31,7 @@ from tests.faults.world import (
 )
 from tests.integration.logserver_world import JOB, run
 from tests.log_client import Writer
+from tests.patience import eventually
 from tests.unit.log.append_call import Call
 from tests.unit.log.frames import STREAM, frame_of
 

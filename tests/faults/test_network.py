@@ -21,11 +21,12 @@ from swift_ft.launch.standalone import free_port
 from swift_ft.log import admin
 from swift_ft.log.protocol import client_options, server_options
 from tests.faults import shim
-from tests.faults.shim import Faults, eventually
+from tests.faults.shim import Faults
 from tests.faults.world import TIMEOUT_S, Helper, Server, put, reading
 from tests.integration.coordinator_world import Coordinator, FakeMember
 from tests.integration.logserver_world import JOB
 from tests.log_client import LogWriter
+from tests.patience import eventually
 from tests.unit.log.frames import STREAM
 from tests.unit.log.service import InProcess
 

@@ -3,7 +3,6 @@
 import json
 import shutil
 import threading
-import time
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -21,13 +20,13 @@ from swift_ft.lab.drill.cluster import LOG_SERVER
 from swift_ft.log import admin
 from swift_ft.log.protocol import code_of, message_of, reason_of
 from swift_ft.log.reader import never
-from tests.faults.shim import eventually
 from tests.faults.world import TIMEOUT_S, Server, body_of, fill, key, reading
 from tests.integration.coordinator_world import Coordinator, Job, finish, recovered
 from tests.integration.forked import ForkedCluster, Forks
 from tests.integration.logserver_world import JOB
 from tests.integration.test_coordinator import run
 from tests.integration.trainer_world import TRAINERS, undisturbed, until_over
+from tests.patience import eventually
 from tests.unit.log.frames import STREAM
 
 
@@ -209,11 +208,11 @@ STEPS, CHECKPOINT_EVERY = 8, 3
 
 
 def until(cluster: ForkedCluster, path: Path) -> None:
-    deadline = time.monotonic() + 90
-    while not path.exists():
+    def there() -> bool:
         assert cluster.poll() is None, cluster.output_tail()
-        assert time.monotonic() < deadline, cluster.output_tail()
-        time.sleep(0.01)
+        return path.exists()
+
+    eventually(there, cluster.output_tail, 90)
 
 
 HELD = {"id": "f0", "rank": 1, "step": 5, "microbatch": 1, "phase": "backward", "hold": True}

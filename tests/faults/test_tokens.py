@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -24,6 +23,7 @@ from swift_ft.errors import AccessDenied
 from swift_ft.log import admin
 from swift_ft.tokens import COORDINATOR, EVERY_JOB, LOG, Role, SigningKey, new_key
 from swift_ft.tools.credentials import CertificateAuthority
+from tests.patience import eventually, served_at
 from tests.unit.security.world import RANK, REQUESTS, Keys, documented_roles
 
 REPOSITORY = Path(__file__).parents[2]
@@ -73,30 +73,23 @@ class World:
         with output:
             process = subprocess.Popen(command, cwd=REPOSITORY, stdout=output, stderr=output, text=True)
         self.processes.append(process)
-        deadline = time.monotonic() + 30
-        while not address.exists():
-            assert process.poll() is None, (self.directory / f"{name}.output").read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        return address.read_text().strip()
+        return served_at(process, address, (self.directory / f"{name}.output").read_text)
 
     def inventory(self) -> log_pb2.InventoryReply:
         """What the log server has of the job, from generation 1 on."""
         token = self.keys.mint([Role.OPERATOR])
         tls = grpc.ssl_channel_credentials(self.ca.certificate.read_bytes())
-        deadline = time.monotonic() + 20
+        bearer = (("authorization", f"Bearer {token}"),)
         with grpc.secure_channel(self.log, tls) as channel:
-            stub = log_pb2_grpc.LogStub(channel)
-            while True:
-                found: log_pb2.InventoryReply = stub.Inventory(
-                    log_pb2.InventoryRequest(job=JOB),
-                    metadata=(("authorization", f"Bearer {token}"),),
-                    timeout=10,
+            ask = log_pb2_grpc.LogStub(channel).Inventory
+
+            def granted() -> log_pb2.InventoryReply | None:
+                found: log_pb2.InventoryReply = ask(
+                    log_pb2.InventoryRequest(job=JOB), metadata=bearer, timeout=10
                 )
-                if found.generation:
-                    return found
-                assert time.monotonic() < deadline, "generation 1 was not granted"
-                time.sleep(0.02)
+                return found if found.generation else None
+
+            return eventually(granted, "generation 1")
 
     def call(self, method: str, request: bytes, authorization: str | None) -> tuple[grpc.StatusCode, str]:
         """(code, everything that was said) of one call, all its answers taken."""
@@ -209,10 +202,8 @@ def test_f41_a_token_of_one_generation_is_worth_nothing_in_the_next(
     world.client.watch().wait_for(lambda view: view.generation == 2, 20)
     inventory = log_pb2.InventoryRequest(job=JOB).SerializeToString()
     free = f"Bearer {world.keys.mint(list(Role))}"
-    deadline = time.monotonic() + 20
-    while world.call(LOG + "Inventory", inventory, bound)[0] is grpc.StatusCode.OK:
-        assert time.monotonic() < deadline, "generation 2 was not granted"
-        time.sleep(0.02)
+    asks = LOG + "Inventory"
+    eventually(lambda: world.call(asks, inventory, bound)[0] is not grpc.StatusCode.OK, "generation 2")
     monkeypatch.setenv(ENV_TOKEN_FILE, str(world.keys.file("bound", bound.removeprefix("Bearer "))))
     with CoordinatorClient(world.coordinator, "") as client:
         assert not client.jobs().jobs
@@ -244,10 +235,8 @@ def test_f41_a_launcher_whose_token_has_expired_tells_of_a_death_once_it_has_a_n
 
         telling = threading.Thread(target=tell)
         telling.start()
-        deadline = time.monotonic() + 20
-        while not any(event["event"] == "denied" for event in events.read(world.directory / "events")):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        trail = world.directory / "events"
+        eventually(lambda: any(event["event"] == "denied" for event in events.read(trail)))
         assert not told
         world.keys.file("launcher", world.keys.mint(RANK))
         telling.join(20)

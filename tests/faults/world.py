@@ -23,9 +23,10 @@ from swift_ft.log import admin
 from swift_ft.log.protocol import SERVICE, open_channel
 from swift_ft.log.reader import LogReader
 from swift_ft.log.record import RecordKey
-from tests.faults.shim import Faults, eventually
+from tests.faults.shim import Faults
 from tests.integration.logserver_world import JOB, REPOSITORY, TIMEOUT_S, LogServer
 from tests.log_client import LogWriter
+from tests.patience import eventually
 
 STREAM = "s0.F"
 SIZE = 20_000

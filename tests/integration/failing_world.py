@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from swift_ft.lab.drill.cluster import COORDINATOR, LAUNCHER, Process
 from swift_ft.lab.failures.services import service_at
 from tests.integration.forked import CalmCluster, ForkedCluster, Forks
 from tests.integration.trainer_world import until_over
+from tests.patience import eventually
 
 STEPS = 20
 PATIENCE_S = 150.0
@@ -100,10 +100,8 @@ def run(directory: Path, *failures: str, code: int = 0, **more: Any) -> Ended:
     """One run to its end."""
     cluster = FailingCluster(directory, *failures, **more)
     with cluster:
-        deadline = time.monotonic() + PATIENCE_S
-        while (ended := cluster.poll()) is None:
-            assert time.monotonic() < deadline, cluster.output_tail()
-            time.sleep(0.01)
+        eventually(lambda: cluster.poll() is not None, cluster.output_tail, PATIENCE_S)
+        ended = cluster.poll()
         output = cluster.launcher.output.read_text()
     assert ended == code, output
     return Ended(directory, ended, output)

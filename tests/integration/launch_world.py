@@ -6,7 +6,6 @@ import queue
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from pathlib import Path
@@ -23,6 +22,7 @@ from swift_ft.launch.standalone import free_port
 from swift_ft_services.coordinator.commands import Refusal
 from swift_ft_services.coordinator.driver import Meetings
 from swift_ft_services.coordinator.timeouts import Timing
+from tests.patience import eventually
 
 Found = TypeVar("Found")
 STALL_S = 30.0
@@ -48,14 +48,6 @@ exec(open(go).read())
 RANK_SCRIPT = BEGINS + PLAIN_SCRIPT
 WANTED = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"]
 WANTED += ["OMP_NUM_THREADS"]
-
-
-def wait_until(look: Callable[[], Found | None], what: str, timeout_s: float = 30.0) -> Found:
-    deadline = time.monotonic() + timeout_s
-    while not (found := look()):
-        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
-        time.sleep(0.01)
-    return found
 
 
 class ScriptedCoordinator(pb_grpc.CoordinatorServicer):
@@ -216,7 +208,7 @@ class Launch:
             ranks = self.ranks(number)
             return ranks[process - 1] if len(ranks) >= process else None
 
-        return wait_until(look, f"process {process} of rank {number}")
+        return eventually(look, f"process {process} of rank {number}", 30.0)
 
     def events(self, name: str) -> list[dict[str, Any]]:
         return [event for event in events.read(self.trace) if event["event"] == name]
@@ -230,7 +222,7 @@ class Launch:
             warm = [event["pid"] for event in self.events("worker_warm") if event["pid"] not in gone]
             return warm if len(warm) >= count else None
 
-        return wait_until(look, f"{count} warm spares")
+        return eventually(look, f"{count} warm spares", 30.0)
 
     def go(self, number: int, last_words: str = "") -> None:
         """Ends a rank's script with this code."""

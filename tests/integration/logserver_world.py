@@ -7,13 +7,13 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
 from swift_ft.launch.standalone import free_port
 from swift_ft.log import admin
+from tests.patience import served_at
 
 REPOSITORY = Path(__file__).parents[2]
 JOB = "job"
@@ -71,11 +71,7 @@ class Service:
             env={**os.environ, **({"SWIFT_EVENTS": str(self.events)} if self.events else {}), **self.env},
             preexec_fn=self._limit if self.file_bytes_max else None,  # noqa: PLW1509
         )
-        deadline = time.monotonic() + TIMEOUT_S
-        while not address_file.exists():
-            assert self.process.poll() is None, self.process.communicate()[1]
-            assert time.monotonic() < deadline, "it does not serve"
-            time.sleep(0.005)
+        served_at(self.process, address_file, self.process.communicate)
         assert address_file.read_text() == f"{self.address}\n"
         return self
 

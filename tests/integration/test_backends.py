@@ -8,7 +8,6 @@ test/distributed/test_c10d_fault_tolerance.py) are named as there.
 
 import functools
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from tests.device import simulated
 from tests.integration.forked import Forks, meeting, new_store
 from tests.integration.group_members import LARGE, SMALL, Listener, Member, Told, digest, values
 from tests.local_backend import LocalBackend
+from tests.patience import eventually
 
 PATIENCE_S = 40.0  # a machine may be busy; no timeout of a backend's ends a wait before it
 
@@ -112,13 +112,6 @@ def works(members: Sequence[Told], group: str, seeds: Sequence[int] | None = Non
 
 def all_reduce(seed: int, numel: int) -> Operation:
     return {"operation": "all_reduce", "seed": seed, "numel": numel}
-
-
-def eventually(holds: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
 
 
 def waits(member: Told) -> None:

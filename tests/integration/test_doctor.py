@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from tests.health_probe import check_service
 from tests.integration.coordinator_world import Coordinator
 from tests.integration.logserver_world import REPOSITORY, LogServer
 from tests.log_client import LogWriter
+from tests.patience import eventually, served_at
 
 
 def doctor(*arguments: object, **environment: str) -> "subprocess.CompletedProcess[str]":
@@ -104,14 +104,8 @@ def test_of_several_coordinators_one_serves(tmp_path: Path) -> None:
                 subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL)
             )
             stack.callback(process.kill)
-            deadline = time.monotonic() + 20
-            while not (tmp_path / name).exists():
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
-            addresses.append((tmp_path / name).read_text().strip())
-            while check_service(addresses[0]).status != "SERVING":
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            addresses.append(served_at(process, tmp_path / name))
+            eventually(lambda: check_service(addresses[0]).status == "SERVING")
         several = ",".join(addresses)
         nobody = f"127.0.0.1:{free_port()}"
         done = doctor("--coordinator", several, "--coordinator", addresses[1], "--json", tmp_path / "report")

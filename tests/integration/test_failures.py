@@ -13,7 +13,8 @@ from swift_ft.lab.failures.schedule import parse_entry, schedule_of
 from swift_ft.launch import command
 from tests.integration.failing_world import LEASES, STEPS, Ended, run, trainer, undisturbed
 from tests.integration.forked import Forks
-from tests.integration.launch_world import Start, wait_until
+from tests.integration.launch_world import Start
+from tests.patience import eventually
 
 REPLICAS = ("--stages", "1", "--replicas", "2")
 
@@ -221,7 +222,7 @@ def test_what_has_stopped_goes_on_before_the_run_is_over(start: Start, tmp_path:
     launch = start(*flags)
     launch.rank(0)
     launch.rank(1)
-    wait_until(lambda: launch.events("fault_over"), "SIGCONT")
+    eventually(lambda: launch.events("fault_over"), "SIGCONT")
     for number in (0, 1):
         launch.go(number)
     code, said = launch.wait()

@@ -11,7 +11,8 @@ import pytest
 
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.launch.decisions import CHECKS_MAX
-from tests.integration.launch_world import Launch, ScriptedCoordinator, assert_all_gone, wait_until
+from tests.integration.launch_world import Launch, ScriptedCoordinator, assert_all_gone
+from tests.patience import eventually
 
 Start = Callable[..., Launch]
 # Notes for whom it runs; what follows is in a file, which a test writes.
@@ -69,7 +70,7 @@ def marked(launch: Launch, *names: str) -> list[psutil.Process]:
 
 def kill(launch: Launch, number: int) -> None:
     """The first process of that rank, once the launcher knows that the job runs."""
-    wait_until(lambda: launch.events("view_seen"), "the launcher to know that the job runs")
+    eventually(lambda: launch.events("view_seen"), "the launcher to know that the job runs")
     os.kill(launch.rank(number).pid, signal.SIGKILL)
 
 
@@ -146,7 +147,7 @@ def test_a_place_that_is_never_fit_is_given_up(
     kill(launch, 1)
     if shrinks:  # as soon as the coordinator knows that it is lost
         coordinator.publish(state=pb.RUNNING, generation=2, shrinks=True, vacant=[1])
-    wait_until(lambda: len(checks(launch)) == 2 + CHECKS_MAX or None, "all of its checks")
+    eventually(lambda: len(checks(launch)) == 2 + CHECKS_MAX or None, "all of its checks")
     given_up = f"rank 1: its place has failed the health check (exit code 1), {CHECKS_MAX} times in a row"
     if shrinks:
         launch.until_said(f"swift: {given_up}: it stays vacant")
@@ -206,7 +207,7 @@ def test_a_check_ends_with_its_launcher(start: Start, signum: signal.Signals, be
     def asleep() -> bool:
         return len(marked(launch, "sleep")) == 1
 
-    wait_until(asleep, "the check to hang")
+    eventually(asleep, "the check to hang")
     left = marked(launch)
     launch.process.send_signal(signum)
     code, _ = launch.wait()

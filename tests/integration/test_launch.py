@@ -20,8 +20,8 @@ from tests.integration.launch_world import (
     ScriptedCoordinator,
     Start,
     assert_all_gone,
-    wait_until,
 )
+from tests.patience import eventually
 
 
 def title_of(pid: int) -> tuple[str, str]:
@@ -42,7 +42,7 @@ def test_a_dead_rank_is_replaced_by_the_warm_spare_and_the_others_stay(
     assert title_of(spare) == ("swift-spare", f"swift-ft: spare of launcher {launch.process.pid}")
     assert title_of(server) == ("swift-forksrv", f"swift-ft: fork server of launcher {launch.process.pid}")
 
-    wait_until(lambda: launch.events("view_seen"), "the launcher to know that the job runs")
+    eventually(lambda: launch.events("view_seen"), "the launcher to know that the job runs")
     os.kill(victim.pid, signal.SIGKILL)
     second = launch.rank(1, process=2)
     assert second.pid == spare
@@ -56,7 +56,7 @@ def test_a_dead_rank_is_replaced_by_the_warm_spare_and_the_others_stay(
     wanted |= {"SWIFT_JOB": "test", "SWIFT_COORDINATOR": coordinator.address}
     wanted |= {"SWIFT_CHECKPOINT_DIR": str(launch.directory / "ckpt"), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     assert wanted.items() <= second.env.items()
-    told = wait_until(lambda: coordinator.exits, "the notice of the exit")[0]
+    told = eventually(lambda: coordinator.exits, "the notice of the exit")[0]
     assert (told.job, told.rank, told.pid, told.exit_code) == ("test", 1, victim.pid, -signal.SIGKILL)
     assert told.incarnation == victim.env["SWIFT_INCARNATION"]
 
@@ -91,8 +91,8 @@ def test_what_a_rank_forks_is_not_called_a_rank(start: Start) -> None:
     launch = start("--nproc-per-node=1", "--job=test", "--spares=0")
     rank = launch.rank(0)
     launch.go(0, "child = os.fork()\nif not child:\n    time.sleep(60)\nos.waitpid(child, 0)")
-    (child,) = wait_until(lambda: psutil.Process(rank.pid).children(), "its child")
-    wait_until(lambda: title_of(child.pid)[1] == "swift-ft: forked by rank 0 of test", "its name")
+    (child,) = eventually(lambda: psutil.Process(rank.pid).children(), "its child")
+    eventually(lambda: title_of(child.pid)[1] == "swift-ft: forked by rank 0 of test", "its name")
     assert title_of(rank.pid)[1] == "swift-ft: rank 0 of test: script.py --flag value"
     child.kill()
     assert launch.wait()[0] == 0
@@ -128,7 +128,7 @@ def test_a_machine_that_can_start_no_process_keeps_its_ranks_and_tries_again(
     assert len(others) == 1 + (method == "fork")
     for pid in others:  # the spare, and the fork server
         os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: launch.events("spare_not_started"), "a spare that could not be started")
+    eventually(lambda: launch.events("spare_not_started"), "a spare that could not be started")
     os.kill(ranks[0].pid, signal.SIGKILL)
     launch.until_said(
         "swift: rank 0: no process can be started (Resource temporarily unavailable): look at the limits of processes "
@@ -154,7 +154,7 @@ def test_warm_takes_milliseconds_and_cold_takes_an_import_of_torch(start: Start)
         replacement = launch.rank(0, process + 1)
         seconds[kind] = replacement.t - killed
         known = partial(_warm_at, launch, replacement.pid)
-        wait_until(known, "the launcher to have heard that the replacement is warm")
+        eventually(known, "the launcher to have heard that the replacement is warm")
         imported_before[kind] = known()[0] < killed
     print(f"SIGKILL to the first line of the replacement's script: {seconds}")
     assert [event["warm"] for event in launch.events("spare_assigned")[1:]] == [True, False]
@@ -178,16 +178,16 @@ open(f"ready.{os.environ['RANK']}", "w").close()
 time.sleep(60)
 """
     launch = start("--nproc-per-node=2", "--shutdown-timeout=1", script=script)
-    wait_until(lambda: len(list(launch.directory.glob("ready.*"))) == 2, "both ranks")
+    eventually(lambda: len(list(launch.directory.glob("ready.*"))) == 2, "both ranks", 30.0)
     launch.warm_spares()
     own = launch.processes(recursive=False)
     below = launch.processes()
     assert len(below) == 6  # two ranks, their children, the spare, the fork server
     if known:
-        wait_until(lambda: launch.events("view_seen"), "the launcher to know that the job runs")
+        eventually(lambda: launch.events("view_seen"), "the launcher to know that the job runs")
     launch.process.send_signal(signum)
     if known:  # a job that runs is saved first
-        wait_until(lambda: coordinator.asked, "the word that a checkpoint is wanted")
+        eventually(lambda: coordinator.asked, "the word that a checkpoint is wanted")
         assert coordinator.asked == [(-1, "", "a launcher was told to stop")]
         coordinator.publish(state=pb.RUNNING, generation=1, checkpoints=[5], checkpoint_at=9)
         coordinator.publish(state=pb.RUNNING, generation=1, checkpoints=[5, 9])
@@ -296,9 +296,9 @@ def test_ranks_that_end_at_the_same_moment_are_both_counted(
     # It sleeps until both have ended, so that one look finds both.
     launch.process.send_signal(signal.SIGSTOP)
     launch.go(0, "raise SystemExit(1)")
-    wait_until(lambda: not ranks[0].alive, "the end of rank 0")
+    eventually(lambda: not ranks[0].alive, "the end of rank 0")
     launch.go(1, "import swift_ft.errors; raise swift_ft.errors.UsageError('do this')")
-    wait_until(lambda: not ranks[1].alive, "the end of rank 1")
+    eventually(lambda: not ranks[1].alive, "the end of rank 1")
     launch.process.send_signal(signal.SIGCONT)
     code, stderr = launch.wait()
     assert (code, stderr) == (2, "swift: do this\n")
@@ -334,7 +334,7 @@ def test_leaving_early_fails_the_job(start: Start, coordinator: ScriptedCoordina
     deserter = launch.rank(1)
     launch.rank(0)
     launch.go(1)
-    wait_until(lambda: coordinator.exits, "the notice of the exit")
+    eventually(lambda: coordinator.exits, "the notice of the exit")
     fenced = pb.Member(rank=1, incarnation=deserter.env["SWIFT_INCARNATION"], pid=deserter.pid)
     coordinator.publish(state=pb.FENCING, generation=2, fenced=[fenced])
     code, stderr = launch.wait()
@@ -357,17 +357,17 @@ def test_all_that_leave_at_once_fail_the_job(
         for n, rank in enumerate(ranks)
     ]
     coordinator.publish(state=pb.RUNNING, generation=2, members=members)
-    wait_until(lambda: any(seen["generation"] == 2 for seen in launch.events("view_seen")), "that View")
+    eventually(lambda: any(seen["generation"] == 2 for seen in launch.events("view_seen")), "that View")
     if away:
         coordinator.close()
     for number in range(2):
         launch.go(number)
     if away:
-        wait_until(lambda: len(launch.events("child_exit")) == 2, "the exits")
+        eventually(lambda: len(launch.events("child_exit")) == 2, "the exits")
         time.sleep(LEFT_S + 1.0)
         launch.check()
         coordinator.come()
-    wait_until(lambda: len(coordinator.exits) == 2, "the notices of the exits")
+    eventually(lambda: len(coordinator.exits) == 2, "the notices of the exits")
     coordinator.publish(state=pb.FENCING, generation=3, fenced=members)
     code, stderr = launch.wait()
     assert code == 1
@@ -493,6 +493,6 @@ def test_a_signal_ends_a_launcher_that_waits_for_another_machine(
     start: Start, coordinator: ScriptedCoordinator
 ) -> None:
     launch = start(*MACHINES)
-    wait_until(lambda: coordinator.met, "the rendezvous")
+    eventually(lambda: coordinator.met, "the rendezvous")
     launch.process.send_signal(signal.SIGINT)
     assert launch.wait(10)[0] == 130

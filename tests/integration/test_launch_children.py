@@ -17,7 +17,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from swift_ft.launch.children import Child, Nursery
 from swift_ft.launch.rendezvous import LoopbackRendezvous
 from swift_ft.launch.worker import Program
-from tests.integration.launch_world import wait_until
+from tests.patience import eventually
 
 
 @pytest.fixture(params=["fork", "spawn"])
@@ -120,7 +120,7 @@ def test_a_rank_given_to_a_cold_child_waits_for_it(nursery: Nursery, tmp_path: P
 def test_a_session_is_heard_of_that_begins_before_anybody_reads(nursery: Nursery, tmp_path: Path) -> None:
     child = nursery.spawn()
     assign(child, tmp_path, "from swift_ft import warm_up; warm_up.begin_session()")
-    wait_until(lambda: psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE or None, "its end")
+    eventually(lambda: psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE or None, "its end")
     while not nursery.wait(20.0)[1]:
         pass
     assert (child.exit_code, child.has_session) == (0, True)

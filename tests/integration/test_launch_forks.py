@@ -15,7 +15,8 @@ from swift_ft.launch import forkserver
 from swift_ft.launch.children import Child, Nursery
 from swift_ft.launch.forkserver import ForkFailed, ForkServer
 from swift_ft.launch.worker import Program
-from tests.integration.launch_world import ScriptedCoordinator, Start, wait_until
+from tests.integration.launch_world import ScriptedCoordinator, Start
+from tests.patience import eventually
 
 Make = Callable[..., Nursery]
 MODULES = {
@@ -233,7 +234,7 @@ def test_a_job_goes_on_without_its_server_and_gets_another(
     first = [launch.rank(number) for number in (0, 1)]
     (server,) = [event["server_pid"] for event in launch.events("fork_server_ready")]
     os.kill(server, signal.SIGKILL)
-    wait_until(lambda: len(launch.events("fork_server_ready")) == 2, "another fork server")
+    eventually(lambda: len(launch.events("fork_server_ready")) == 2, "another fork server")
     assert all(rank.alive for rank in first)
     os.kill(first[1].pid, signal.SIGKILL)
     second = launch.rank(1, process=2)

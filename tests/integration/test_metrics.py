@@ -2,8 +2,7 @@
 
 import json
 import re
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -20,6 +19,7 @@ from tests.integration.forked import ForkedCluster
 from tests.integration.logserver_world import JOB, REPOSITORY, LogServer
 from tests.integration.scraping import Scrape, answer, scrape
 from tests.log_client import LogWriter
+from tests.patience import eventually
 
 TIMEOUT_S = 30.0
 TRAINING_TIMEOUT_S = 150.0
@@ -50,13 +50,6 @@ def compare(shown: Scrape, section: str) -> None:
 
 def with_samples(shown: Scrape) -> set[str]:
     return {name for name in shown.types if name in shown.labels}
-
-
-def until(condition: Callable[[], object], timeout_s: float = TIMEOUT_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
 
 
 def put(writer: LogWriter, step: int, size: int = 20_000, fill: int = 0) -> None:
@@ -114,13 +107,13 @@ def test_the_log_server_counts_what_it_does_and_the_table_lists_it(tmp_path: Pat
         assert shown.value("swift_log_readers", **job) == 1
         assert shown.value("swift_log_trim_waits", **job) == 1
         cursor.close()
-        until(lambda: server.scrape().value("swift_log_trimmed_below_step", **job) == 6)
+        eventually(lambda: server.scrape().value("swift_log_trimmed_below_step", **job) == 6)
         shown = server.scrape()
         assert shown.value("swift_log_held_records", **job) == 6
         assert shown.value("swift_log_readers", **job) == 0
         reader.close()
         writer.close()
-        until(lambda: server.scrape().value("swift_log_sessions") == 0)
+        eventually(lambda: server.scrape().value("swift_log_sessions") == 0)
         # A writer that lost its mind, and one that was fenced.
         zombie = LogWriter([server.address], JOB, 1)
         put(zombie, 12)
@@ -131,7 +124,7 @@ def test_the_log_server_counts_what_it_does_and_the_table_lists_it(tmp_path: Pat
         zombie.close(0.0)
         stale = LogWriter([server.address], JOB, 7)
         put(stale, 20)
-        until(lambda: "is not granted" in stale.sending.links[server.address].core.trouble)
+        eventually(lambda: "is not granted" in stale.sending.links[server.address].core.trouble)
         stale.sending.patience_s = 0.5
         with pytest.raises(LogUnavailable, match="is not granted"):
             stale.flush(TIMEOUT_S)
@@ -178,19 +171,19 @@ def test_quotas_marks_alarms_and_what_is_given_up_show(tmp_path: Path) -> None:
         for step in range(11, 13):
             put(writer, step)
         writer.flush(TIMEOUT_S)
-        until(lambda: alarm() == {"swift_log_alarm=none", "swift_log_job_alarm=high"})
+        eventually(lambda: alarm() == {"swift_log_alarm=none", "swift_log_job_alarm=high"})
         for step in range(13, 20):
             put(writer, step)
         with pytest.raises(LogUnavailable, match="quota is full"):
             writer.flush(TIMEOUT_S)
-        until(lambda: alarm() == {"swift_log_alarm=none", "swift_log_job_alarm=full"})
+        eventually(lambda: alarm() == {"swift_log_alarm=none", "swift_log_job_alarm=full"})
         shown = server.scrape()
         held = shown.value("swift_log_held_bytes", **job)
         assert 240_000 < held <= 300_000
         assert shown.value("swift_log_used_bytes") == held
         writer.close(0.0)
         admin.trim(server.address, JOB, 10, TIMEOUT_S)
-        until(lambda: alarm() == {"swift_log_alarm=none", "swift_log_job_alarm=none"})
+        eventually(lambda: alarm() == {"swift_log_alarm=none", "swift_log_job_alarm=none"})
         shown = server.scrape()
         assert 0 < shown.value("swift_log_held_bytes", **job) < held
         admin.drop(server.address, JOB, TIMEOUT_S, force=True)
@@ -299,7 +292,7 @@ def test_the_coordinator_counts_what_it_does_and_the_table_lists_it(
     members = [FakeMember(coordinator.address, "a", rank, 2).start() for rank in range(2)]
     job = {"job": "a"}
     try:
-        until(lambda: state() == "RUNNING")
+        eventually(lambda: state() == "RUNNING")
         now = shown()
         assert now.value("swift_coordinator_generation", **job) == 1
         assert now.value("swift_coordinator_live_ranks", **job) == 2
@@ -310,10 +303,10 @@ def test_the_coordinator_counts_what_it_does_and_the_table_lists_it(
         assert answer((tmp_path / "shown").read_text().strip(), "/healthz") == (200, "ok\n")
         members[1].kill()
         members[1].report_exit()
-        until(lambda: state() == "PLANNING")
+        eventually(lambda: state() == "PLANNING")
         assert shown().value("swift_coordinator_live_ranks", **job) == 1
         members[1] = FakeMember(coordinator.address, "a", 1, 2).start()
-        until(lambda: state() == "RUNNING")
+        eventually(lambda: state() == "RUNNING")
         now = shown()
         assert now.value("swift_coordinator_generation", **job) == 2
         assert now.value("swift_coordinator_recoveries_total", **job, strategy="REPLAY") == 1
@@ -325,11 +318,11 @@ def test_the_coordinator_counts_what_it_does_and_the_table_lists_it(
             members[0].client.call(
                 pb.AskCheckpointRequest(generation=2, after_version=1_000_000, reason="made up")
             )
-        until(lambda: shown().get("swift_coordinator_early_checkpoints_total", **job) == 1)
+        eventually(lambda: shown().get("swift_coordinator_early_checkpoints_total", **job) == 1)
         members[0].silent.set()
-        until(lambda: shown().get("swift_coordinator_lease_expiries_total", **job) == 1)
+        eventually(lambda: shown().get("swift_coordinator_lease_expiries_total", **job) == 1)
         members[0].silent.clear()  # too late: the lease is gone, and the next renewal is refused
-        until(lambda: shown().get("swift_coordinator_refusals_total", reason="fenced") >= 1)
+        eventually(lambda: shown().get("swift_coordinator_refusals_total", reason="fenced") >= 1)
         compare(shown(), "Coordinator")
     finally:
         for member in members:
@@ -372,7 +365,7 @@ def test_ranks_count_what_they_do_and_the_table_lists_it(tmp_path: Path) -> None
             return now is not None and now.value("swift_trainer_version") == 9
 
         for rank in (0, 1):
-            until(lambda rank=rank: at_the_end(rank), TRAINING_TIMEOUT_S)
+            eventually(lambda rank=rank: at_the_end(rank), timeout_s=TRAINING_TIMEOUT_S)
         survivor, replacement = shown(0), shown(1)
         assert survivor is not None
         assert replacement is not None
@@ -394,5 +387,5 @@ def test_ranks_count_what_they_do_and_the_table_lists_it(tmp_path: Path) -> None
         assert survivor.value("swift_trainer_logged_bytes_total") >= 9 * 2 * 2 * 4 * 4
         assert survivor.value("swift_trainer_info", job="drill", rank="0") == 1
         go.touch()
-        until(lambda: cluster.poll() is not None, TRAINING_TIMEOUT_S)
+        eventually(lambda: cluster.poll() is not None, timeout_s=TRAINING_TIMEOUT_S)
         assert cluster.poll() == 0, cluster.output_tail()

@@ -1,11 +1,11 @@
 """A trainer's mistake is one clear line with the right exit code, and nothing is left running."""
 
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.integration.forked import CalmCluster, ForkedCluster, Forks
+from tests.patience import eventually
 
 TRAINER = [str(Path(__file__).parent / "trainers" / "misuse.py")]
 PATIENCE_S = 60.0
@@ -21,12 +21,9 @@ PATIENCE_S = 60.0
 def test_a_mistake_is_named_and_ends_the_job(mistake: str, code: int, line: str, tmp_path: Path) -> None:
     """One rank makes it, or all do, or it is none that we know."""
     with ForkedCluster(tmp_path, ranks=2, spares=0, trainer=TRAINER, trainer_arguments=[mistake]) as cluster:
-        deadline = time.monotonic() + PATIENCE_S
-        while (exit_code := cluster.poll()) is None:
-            assert time.monotonic() < deadline, cluster.output_tail()
-            time.sleep(0.02)
+        eventually(lambda: cluster.poll() is not None, cluster.output_tail, PATIENCE_S)
         output = (tmp_path / "output" / "launcher.txt").read_text()
-        assert exit_code == code, output
+        assert cluster.poll() == code, output
         assert output.count(line) >= 1
         if code == 2:
             assert output.count("\n") == 1, output
@@ -47,11 +44,8 @@ def test_a_mistake_is_named_and_ends_the_job(mistake: str, code: int, line: str,
 def test_a_mistake_is_named(mistake: str, ranks: int, line: str, forks: Forks, tmp_path: Path) -> None:
     """By one of the `ranks` that make it, all of which end with what makes the launcher end the job."""
     with CalmCluster(forks, tmp_path, ranks=2, trainer=TRAINER, trainer_arguments=[mistake]) as cluster:
-        deadline = time.monotonic() + PATIENCE_S
-        while len(codes := cluster.exit_codes()) < ranks:
-            assert time.monotonic() < deadline, cluster.output_tail()
-            time.sleep(0.01)
-        assert codes == [2] * ranks, cluster.output_tail()
+        eventually(lambda: len(cluster.exit_codes()) >= ranks, cluster.output_tail, PATIENCE_S)
+        assert cluster.exit_codes() == [2] * ranks, cluster.output_tail()
         output = (tmp_path / "output" / "ranks.txt").read_text()
         assert output.count(line) >= 1, output
         assert output.count("\n") == 1, output

@@ -6,7 +6,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from swift_ft.log import admin
 from swift_ft.log.record import RecordKey
 from tests.integration import failing_world
 from tests.log_client import LogWriter
+from tests.patience import served_at
 
 TIMEOUT_S = 30.0
 SWIFT = str(Path(sys.executable).with_name("swift-ft"))
@@ -34,12 +34,7 @@ def served(
     with said.open("wb") as stderr:
         process = subprocess.Popen(command, cwd=cwd, stdout=subprocess.DEVNULL, stderr=stderr)
     try:
-        deadline = time.monotonic() + TIMEOUT_S
-        while not address_file.exists():
-            assert process.poll() is None, said.read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        yield address_file.read_text().strip(), said
+        yield served_at(process, address_file, said.read_text), said
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(TIMEOUT_S) == 0, said.read_text()

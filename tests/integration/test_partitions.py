@@ -20,6 +20,7 @@ from tests.faults.world import Helper
 from tests.integration.coordinator_world import Coordinator
 from tests.integration.logserver_world import REPOSITORY, LogServer
 from tests.integration.namespaces import Network, skip_where_impossible
+from tests.patience import eventually
 
 pytestmark = pytest.mark.matrix
 
@@ -128,10 +129,7 @@ def test_coordinator_that_was_away_for_longer_than_a_lease_has_fenced_everybody(
     ranks = form(world)
     beside = world.agent("meta")
     world.network.isolate("meta")
-    deadline = time.monotonic() + TIMEOUT_S
-    while beside("status", world.meta, "job")["generation"] < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    eventually(lambda: beside("status", world.meta, "job")["generation"] == 2, timeout_s=TIMEOUT_S)
     for rank in ranks:
         grows(rank, 1)
     world.network.rejoin("meta")

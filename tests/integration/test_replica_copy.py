@@ -1,7 +1,6 @@
 """A state is copied between real processes over gloo, and interrupted: by a call, and by a real SIGKILL."""
 
 import json
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 from tests.integration.forked import Forked, Forks, meeting, new_store
 from tests.integration.replica_world import digest_of, make_state
+from tests.patience import eventually
 
 DEADLINE_S = 60.0
 
@@ -29,11 +29,7 @@ class World:
 
     def said(self, name: str, rank: int) -> dict[str, Any]:
         path = self.place / f"{name}-{rank}"
-        deadline = time.monotonic() + DEADLINE_S
-        while not path.exists():
-            there = sorted(p.name for p in self.place.iterdir())
-            assert time.monotonic() < deadline, f"{path.name} never came: {there}"
-            time.sleep(0.005)
+        eventually(path.exists, lambda: f"{path.name}, and not {list(self.place.iterdir())}", DEADLINE_S)
         return dict(json.loads(path.read_text()))
 
 

@@ -18,8 +18,8 @@ from tests.integration.launch_world import (
     ScriptedCoordinator,
     Start,
     assert_all_gone,
-    wait_until,
 )
+from tests.patience import eventually
 
 # Each process leaves a line with what it was given. What it does then depends on the attempt.
 SCRIPT = """\
@@ -109,7 +109,7 @@ def test_all_processes_are_new_and_meet_in_a_new_store(start: Start, tmp_path: P
     launch = start("--nproc-per-node=2", "--max-restarts=5", script=PLAIN_SCRIPT)
     first = [launch.rank(0), launch.rank(1)]
     launch.go(0)  # has ended well when the other one dies: it begins again all the same
-    wait_until(lambda: not first[0].alive, "its end")
+    eventually(lambda: not first[0].alive, "its end")
     (tmp_path / "go.0").unlink()
     os.kill(first[1].pid, signal.SIGKILL)
     second = [launch.rank(0, 2), launch.rank(1, 2)]
@@ -186,7 +186,7 @@ def test_several_machines_restart_together(start: Start, meeting: str, tmp_path:
         ports.add(ranks[0].env["MASTER_PORT"])
         if count == 2:  # one that has ended well begins again, too
             launches[0].go(0)
-            wait_until(lambda rank=ranks[0]: not rank.alive, "its end")
+            eventually(lambda rank=ranks[0]: not rank.alive, "its end")
             (tmp_path / "go.0").unlink()
         if count < 3:
             os.kill(ranks[1].pid, signal.SIGKILL)

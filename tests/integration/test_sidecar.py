@@ -19,6 +19,7 @@ from swift_ft.log.record import RecordKey, digest_of
 from swift_ft.log.ring import Word
 from tests.integration.logserver_world import JOB, REPOSITORY, TIMEOUT_S, LogServer
 from tests.log_client import Writer
+from tests.patience import eventually
 
 STREAMS = ("s1.F", "s1.B", "r1.C")
 # Where a sidecar dies, and in front of how many of the 60 records that it is given (or batches of them).
@@ -113,13 +114,6 @@ def gone(pid: int) -> bool:
     except ProcessLookupError:
         return True
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-
-
-def eventually(condition: "object", timeout_s: float = TIMEOUT_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.005)
 
 
 def test_the_logs_pace_is_known_to_the_trainer(server: LogServer) -> None:
@@ -389,7 +383,7 @@ def test_a_successor_that_cannot_ask_the_log_outlives_its_trainer_no_longer(serv
     ) as process:
         assert process.stdout is not None
         pid = int(process.stdout.readline())
-    eventually(lambda: gone(pid), 10.0)
+    eventually(lambda: gone(pid), timeout_s=10.0)
     server.process.send_signal(signal.SIGCONT)
 
 
@@ -403,7 +397,7 @@ def test_a_killed_trainers_ring_is_drained(server: LogServer, how: str) -> None:
 def test_a_killed_trainers_sidecar_ends_when_it_is_fenced(server: LogServer) -> None:
     server.fence(2)
     pid = killed_trainer(server, 60)
-    eventually(lambda: gone(pid), 9.0)  # not the 10 s for which it would try otherwise
+    eventually(lambda: gone(pid), timeout_s=9.0)  # not the 10 s for which it would try otherwise
     assert admin.inventory(server.address, JOB, TIMEOUT_S) == [] or not any(
         stream.records for stream in admin.inventory(server.address, JOB, TIMEOUT_S)
     )

@@ -18,7 +18,6 @@ from tests.integration.test_sidecar import (
     body_of,
     check,
     dying,
-    eventually,
     gone,
     key,
     killed_trainer,
@@ -26,6 +25,7 @@ from tests.integration.test_sidecar import (
     way,
 )
 from tests.log_client import Writer
+from tests.patience import eventually
 
 __all__ = ["dying", "way"]
 POINTS = [

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from swift_ft.lab.drill.cluster import own_environment
-from tests.integration.launch_world import Launch, assert_all_gone, wait_until
+from tests.integration.launch_world import Launch, assert_all_gone
 from tests.integration.trainer_world import TRAINERS
+from tests.patience import eventually
 
 
 @pytest.fixture
@@ -66,12 +67,12 @@ def test_services_begin_and_end_with_the_job_and_one_that_is_killed_comes_back(
     first = services(launch)
     assert set(first) == {"coordinator", "logserver"}
     os.kill(first["coordinator"], signal.SIGKILL)
-    again = wait_until(
+    again = eventually(
         lambda: (pid := services(launch)["coordinator"]) != first["coordinator"] and pid, "another one"
     )
     launch.until_said(f"swift: the job's coordinator was killed: started again as process {again}")
     address_file = tmp_path / "swift-test" / "coordinator.address"
-    wait_until(address_file.exists, "the address")
+    eventually(address_file.exists, "the address")
     assert address_file.read_text().strip() == address
 
     everything = launch.processes()

@@ -24,13 +24,7 @@ from swift_ft.log.record import RecordKey
 from tests.integration.coordinator_world import Coordinator
 from tests.integration.logserver_world import JOB, REPOSITORY, TIMEOUT_S, LogServer
 from tests.log_client import LogWriter
-
-
-def wait_for_event(directory: Path, name: str) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not any(event["event"] == name for event in events.read(directory)):
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+from tests.patience import eventually, served_at
 
 
 def until_it_hangs(call: Callable[[], object]) -> None:
@@ -64,7 +58,7 @@ def test_a_second_signal_kills_a_log_server_that_waits(tmp_path: Path, number: s
         process = server.process
         assert process is not None
         process.send_signal(signal.SIGTERM)
-        wait_for_event(server.events, "draining")
+        eventually(lambda: any(event["event"] == "draining" for event in events.read(server.events)))
         process.send_signal(number)
         assert process.wait(TIMEOUT_S) == -number
         process.communicate()
@@ -94,7 +88,7 @@ def test_a_second_signal_kills_a_coordinator_that_waits(
             until_it_hangs(lambda: stub.Status(coordinator_pb2.StatusRequest(job="a"), timeout=0.3))
             health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
             process.send_signal(signal.SIGTERM)
-            wait_for_event(tmp_path, "draining")
+            eventually(lambda: any(event["event"] == "draining" for event in events.read(tmp_path)))
             process.send_signal(signal.SIGTERM)
             assert process.wait(TIMEOUT_S) == -signal.SIGTERM
             assert hanging.code() is grpc.StatusCode.UNAVAILABLE
@@ -111,10 +105,7 @@ def test_json_logs_of_a_life_and_of_a_start_that_fails(tmp_path: Path, service: 
     running = subprocess.Popen(
         command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     )
-    deadline = time.monotonic() + TIMEOUT_S
-    while not address.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    served_at(running, address)
     second = subprocess.run(
         command, cwd=REPOSITORY, capture_output=True, text=True, env=environment, check=False
     )

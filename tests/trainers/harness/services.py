@@ -3,15 +3,14 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from tests.integration.forked import Forks
+from tests.patience import served_at
 
 REPOSITORY = Path(__file__).parents[3]
-_SERVE_S = 60.0
 
 
 class Services:
@@ -66,12 +65,7 @@ class Services:
                 start_new_session=True,
             )
         self._processes.append(process)
-        deadline = time.monotonic() + _SERVE_S
-        while not address.exists():
-            assert process.poll() is None, (self.directory / f"{name}.txt").read_text()
-            assert time.monotonic() < deadline, f"the {name} does not serve"
-            time.sleep(0.01)
-        return address.read_text().strip()
+        return served_at(process, address, (self.directory / f"{name}.txt").read_text)
 
     def check(self) -> None:
         """AssertionError: one of them has ended."""

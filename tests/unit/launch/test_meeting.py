@@ -1,8 +1,7 @@
 """A launcher among others: what it makes of the coordinator's answers."""
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -11,6 +10,7 @@ from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.errors import AccessDenied, ServiceError, SwiftError, UsageError
 from swift_ft.launch.ranks import RankProgram
 from swift_ft.launch.rendezvous import MetRendezvous, NotNeeded, Terms
+from tests.patience import eventually
 
 MACHINES = [
     pb.Machine(address="a01", port=7, ranks=2),
@@ -74,13 +74,6 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
         assert world.coordinator.requests[-1].leaves
 
 
-def until(look: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20.0
-    while not look():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
 def test_it_waits_for_the_others_and_says_again_what_it_holds(launcher: World) -> None:
     met = launcher(pb.MeetReply(here=1), ServiceError("away"), PLACED)
     info = met.next_rendezvous()
@@ -89,7 +82,7 @@ def test_it_waits_for_the_others_and_says_again_what_it_holds(launcher: World) -
     assert launcher.said == ["1 of 2 machines are here: waiting for the others"]
     first = launcher.coordinator.requests[0]
     assert (first.machine.ranks, first.machine.address, first.HasField("held")) == (3, "a02", False)
-    until(lambda: launcher.coordinator.requests[-1].held == PLACED)
+    eventually(lambda: launcher.coordinator.requests[-1].held == PLACED)
     assert met.lost == ""
 
 

@@ -25,7 +25,7 @@ from swift_ft.tokens import Role, write_file
 from swift_ft.tools.credentials import CertificateAuthority
 from swift_ft_services.program import Protection
 from tests.health_probe import check_service
-from tests.integration.launch_world import wait_until
+from tests.patience import eventually
 from tests.unit.security.world import JOB, RANK, Guarded, Keys, touched
 
 
@@ -126,7 +126,7 @@ def test_a_client_connects_anew_with_a_new_certificate_and_calls_under_way_go_on
             before.engine.administration.fence(JOB, 1)
             job = before.engine.state.core.known(JOB)
             reading = channel.unary_stream(method("Read"))(request.SerializeToString(), timeout=20)
-            wait_until(lambda: job.readers, "the call to begin")
+            eventually(lambda: job.readers, "the call to begin")
             touched(trusted, new.certificate.read_bytes())
             # The connection that stands is not asked again; a new one is made, and that one is refused.
             with pytest.raises(grpc.RpcError):

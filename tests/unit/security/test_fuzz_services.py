@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from swift_ft.log.protocol import message_of, reason_of
 from swift_ft.tokens import COORDINATOR, LOG
 from tests.descriptors import is_repeated
 from tests.health_probe import check_service
+from tests.patience import served_at
 from tests.unit.log.frames import JOB, frame_of
 from tests.unit.security.test_fuzz_decoders import changed, with_checksum
 from tests.unit.security.world import code_of
@@ -166,11 +166,7 @@ class Services:
                 stdout=subprocess.DEVNULL,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
-        deadline = time.monotonic() + 30
-        while not address.exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        self.addresses[service] = address.read_text().strip()
+        self.addresses[service] = served_at(self.processes[service], address)
 
     def resident(self, method: str) -> int:
         service = method.rpartition("/")[0] + "/"
