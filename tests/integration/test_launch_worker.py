@@ -47,6 +47,7 @@ class Ended:
     exit_code: int
     stdout: str
     stderr: str
+    said: bytes = b""  # of a worker: behind the word that it is warm
 
 
 def run_plain(directory: Path, *arguments: str) -> Ended:
@@ -64,15 +65,8 @@ def run_worker(directory: Path, assignment: Program | None, path0: str, launcher
     control_read, control_write = os.pipe()
     warm_read, warm_write = os.pipe()
     life = Life()
-    command = [
-        sys.executable,
-        "-u",
-        "-m",
-        "swift_ft.launch.worker",
-        str(control_read),
-        str(warm_write),
-        str(life.fd),
-    ]
+    command = [sys.executable, "-u", "-m", "swift_ft.launch.worker"]
+    command += [str(fd) for fd in (control_read, warm_write, life.fd)]
     command += [str(launcher_pid or os.getpid()), path0, "json,no_such_module"]
     environment = {k: v for k, v in os.environ.items() if k != "RANK"}
     process = subprocess.Popen(
@@ -86,14 +80,15 @@ def run_worker(directory: Path, assignment: Program | None, path0: str, launcher
     )
     os.close(control_read)
     os.close(warm_write)
-    if launcher_pid == 0:
-        assert os.read(warm_read, 1) == b"w"
-    os.close(warm_read)
-    if assignment is not None:
-        os.write(control_write, assignment.to_line())
-    os.close(control_write)
-    stdout, stderr = process.communicate(timeout=20)
-    return Ended(process.returncode, stdout, stderr)
+    with open(warm_read, "rb", buffering=0) as warm, open(control_write, "wb", buffering=0) as control:
+        if launcher_pid == 0:
+            assert warm.read(1) == b"w"
+        if assignment is None:
+            control.close()
+        else:
+            control.write(assignment.to_line())
+        stdout, stderr = process.communicate(timeout=60)
+        return Ended(process.returncode, stdout, stderr, warm.read())
 
 
 def make_program(directory: Path, script: str, **fields: object) -> Program:
@@ -135,7 +130,7 @@ def test_our_own_errors_are_one_line(tmp_path: Path, error: str, exit_code: int)
         f"import swift_ft.errors\nraise swift_ft.errors.{error}('do this\\n  now')"
     )
     found = run_worker(tmp_path, make_program(tmp_path, "train.py"), str(tmp_path))
-    assert found == Ended(exit_code, "", "swift: do this now\n")
+    assert found == Ended(exit_code, "", "swift: do this now\n", b"s")
 
 
 def test_output_goes_to_files_and_is_appended(tmp_path: Path) -> None:
@@ -203,9 +198,10 @@ def test_a_rehearsal_is_silent_and_poor_says_one_line_and_ends(tmp_path: Path, e
     (tmp_path / "train.py").write_text(ABOUT + words)
     env = {"RANK": "3", "MASTER_ADDR": "a", "SWIFT_EVENTS": str(tmp_path), "SWIFT_FAULTS": "[]"}
     program = make_program(tmp_path, "train.py", env=env, rehearse=5)
-    found, said = rehearse(tmp_path, program)
-    assert found == Ended(0, "", "")
-    assert json.loads(said) == {"steps": 0, "difference": "", "why_not": why_not, "passing": False}
+    found = run_worker(tmp_path, program, str(tmp_path))
+    assert (found.exit_code, found.stdout, found.stderr) == (0, "", "")
+    assert found.said.endswith(b"\n")
+    assert json.loads(found.said) == {"steps": 0, "difference": "", "why_not": why_not, "passing": False}
     about = json.loads((tmp_path / "about.json").read_text())
     assert about == {
         "rank": "3",
@@ -216,29 +212,3 @@ def test_a_rehearsal_is_silent_and_poor_says_one_line_and_ends(tmp_path: Path, e
         "argv": ["train.py", *program.args],
         "main": "__main__",
     }
-
-
-def rehearse(directory: Path, assignment: Program) -> tuple[Ended, bytes]:
-    """(its end, the line that it said once it was warm)"""
-    control_read, control_write = os.pipe()
-    warm_read, warm_write = os.pipe()
-    life = Life()
-    command = [sys.executable, "-u", "-m", "swift_ft.launch.worker", str(control_read), str(warm_write)]
-    process = subprocess.Popen(
-        [*command, str(life.fd), str(os.getpid()), str(directory), "json"],
-        cwd=directory,
-        pass_fds=(control_read, warm_write, life.fd),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    os.close(control_read)
-    os.close(warm_write)
-    os.write(control_write, assignment.to_line())
-    stdout, stderr = process.communicate(timeout=60)
-    os.close(control_write)
-    with open(warm_read, "rb") as pipe:
-        warm, said = pipe.read(1), pipe.read()
-    assert warm == b"w"
-    assert said.endswith(b"\n")
-    return Ended(process.returncode, stdout, stderr), said

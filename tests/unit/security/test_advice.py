@@ -19,11 +19,6 @@ from tests.unit.security.world import JOB, Guarded
 WANTS = "it wants TLS: name the CA of its certificate in SWIFT_TLS_CA"
 
 
-@pytest.fixture
-def ca(tmp_path: Path) -> CertificateAuthority:
-    return CertificateAuthority(tmp_path / "ca")
-
-
 def test_a_plain_client_is_told_that_the_server_wants_tls(
     ca: CertificateAuthority, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

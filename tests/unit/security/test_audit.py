@@ -26,11 +26,6 @@ from tests.unit.security.world import JOB, Guarded, Keys
 
 
 @pytest.fixture
-def keys(tmp_path: Path) -> Keys:
-    return Keys(tmp_path / "keys")
-
-
-@pytest.fixture
 def trail(tmp_path: Path) -> Path:
     return tmp_path / "audit.jsonl"
 

@@ -29,16 +29,6 @@ from tests.patience import eventually
 from tests.unit.security.world import JOB, RANK, Guarded, Keys, touched
 
 
-@pytest.fixture
-def keys(tmp_path: Path) -> Keys:
-    return Keys(tmp_path / "keys")
-
-
-@pytest.fixture
-def ca(tmp_path: Path) -> CertificateAuthority:
-    return CertificateAuthority(tmp_path / "ca")
-
-
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (ENV_CA, ENV_CERTIFICATE, ENV_KEY, ENV_TOKEN_FILE, ENV_INSECURE):

@@ -32,11 +32,6 @@ REQUESTS = {
 
 
 @pytest.fixture
-def keys(tmp_path: Path) -> Keys:
-    return Keys(tmp_path / "keys")
-
-
-@pytest.fixture
 def server(keys: Keys) -> Iterator[Guarded]:
     with Guarded(keys) as server:
         yield server

@@ -57,16 +57,6 @@ class Listener:
 
 
 @pytest.fixture
-def keys(tmp_path: Path) -> Keys:
-    return Keys(tmp_path / "keys")
-
-
-@pytest.fixture
-def ca(tmp_path: Path) -> CertificateAuthority:
-    return CertificateAuthority(tmp_path / "ca")
-
-
-@pytest.fixture
 def token(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The coordinator's, in its environment."""
     path = keys.file("coordinator", keys.mint([Role.COORDINATOR], job="*"))

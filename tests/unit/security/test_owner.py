@@ -19,11 +19,6 @@ OTHER = pwd.getpwnam("nobody")
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 
 
-@pytest.fixture
-def keys(tmp_path: Path) -> Keys:
-    return Keys(tmp_path / "keys")
-
-
 def owner_of(path: Path) -> tuple[int, int, int]:
     status = path.stat()
     return status.st_uid, status.st_gid, stat.S_IMODE(status.st_mode)

@@ -3,7 +3,6 @@
 import os
 import stat
 import time
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -13,11 +12,6 @@ from swift_ft import tokens
 from swift_ft.errors import UsageError
 from swift_ft.tokens import Authority, Grant, NotAuthenticated, Role, SigningKey, new_key
 from tests.unit.security.world import JOB, RANK, Keys
-
-
-@pytest.fixture
-def keys(tmp_path: Path) -> Keys:
-    return Keys(tmp_path)
 
 
 def test_what_a_token_says_comes_back(keys: Keys) -> None:
