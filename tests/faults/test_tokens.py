@@ -6,7 +6,6 @@ Refused with UNAUTHENTICATED or PERMISSION_DENIED, and so that nobody learns whe
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from itertools import product
@@ -23,10 +22,10 @@ from swift_ft.errors import AccessDenied
 from swift_ft.log import admin
 from swift_ft.tokens import COORDINATOR, EVERY_JOB, LOG, Role, SigningKey, new_key
 from swift_ft.tools.credentials import CertificateAuthority
-from tests.patience import eventually, served_at
+from tests.integration.logserver_world import serve
+from tests.patience import eventually
 from tests.unit.security.world import RANK, REQUESTS, Keys, documented_roles
 
-REPOSITORY = Path(__file__).parents[2]
 JOB = "job"
 MARK = "MARKEDTOKEN"
 
@@ -46,34 +45,24 @@ class World:
         self.keys = Keys(directory / "keys")
         self.ca = CertificateAuthority(directory / "ca")
         self.pair = self.ca.issue("server", "127.0.0.1")
-        self.processes: list[subprocess.Popen[str]] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
         (directory / "events").mkdir()
         monkeypatch.setenv("SWIFT_EVENTS", str(directory / "events"))
         monkeypatch.setenv(ENV_CA, str(self.ca.certificate))
         to_logs = self.keys.mint([Role.COORDINATOR], job=EVERY_JOB)
         monkeypatch.setenv(ENV_TOKEN_FILE, str(self.keys.file("coordinator", to_logs)))
-        self.log = self._start("logserver", "--log-level", "DEBUG")
-        self.coordinator = self._start("coordinator", "--log-servers", self.log, "--log-level", "DEBUG")
+        self.log = self._start("logserver")
+        self.coordinator = self._start("coordinator", "--log-servers", self.log)
         monkeypatch.setenv(ENV_TOKEN_FILE, str(self.keys.file("rank", self.keys.mint(RANK))))
         self.client = CoordinatorClient(self.coordinator, JOB, patience_s=10)
         self.client.join(coordinator_pb2.JoinRequest(member=make_member(0), world_size=1))
 
     def _start(self, name: str, *flags: str) -> str:
-        address = self.directory / f"{name}.address"
-        output = (self.directory / f"{name}.output").open("w")
-        command = [
-            sys.executable,
-            "-m",
-            f"swift_ft_services.{name}",
-            "--directory",
-            str(self.directory / name),
-        ]
-        command += ["--address-file", str(address), "--token-keys", str(self.keys.verifying), *flags]
-        command += ["--tls-cert", str(self.pair.certificate), "--tls-key", str(self.pair.key)]
-        with output:
-            process = subprocess.Popen(command, cwd=REPOSITORY, stdout=output, stderr=output, text=True)
+        flags += ("--token-keys", str(self.keys.verifying), "--log-level", "DEBUG")
+        flags += ("--tls-cert", str(self.pair.certificate), "--tls-key", str(self.pair.key))
+        process, address = serve(name, self.directory, *flags)
         self.processes.append(process)
-        return served_at(process, address, (self.directory / f"{name}.output").read_text)
+        return address
 
     def inventory(self) -> log_pb2.InventoryReply:
         """What the log server has of the job, from generation 1 on."""

@@ -36,6 +36,23 @@ def run(directory: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def serve(name: str, directory: Path, *flags: str, **env: str) -> tuple["subprocess.Popen[bytes]", str]:
+    """A service on a free port. Its data, its address and what it says are in `directory`. (process, address)"""
+    address, output = (directory / f"{name}.{what}" for what in ("address", "txt"))
+    address.unlink(missing_ok=True)
+    words = [sys.executable, "-m", f"swift_ft_services.{name}", "--directory", str(directory / name)]
+    words += ["--listen", "127.0.0.1:0", "--address-file", str(address), *flags]
+    with output.open("ab") as said:
+        process = subprocess.Popen(
+            words, cwd=REPOSITORY, env={**os.environ, **env}, stdout=said, stderr=said, start_new_session=True
+        )
+    try:
+        return process, served_at(process, address, output.read_text)
+    except BaseException:
+        process.kill()
+        raise
+
+
 EVENT = re.compile(r"WARNING [a-z_]+ [a-z_]+=")
 
 

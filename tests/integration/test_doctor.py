@@ -16,9 +16,9 @@ from swift_ft.log.record import RecordKey
 from tests.fake_etcd import FakeEtcd
 from tests.health_probe import check_service
 from tests.integration.coordinator_world import Coordinator
-from tests.integration.logserver_world import REPOSITORY, LogServer
+from tests.integration.logserver_world import REPOSITORY, LogServer, serve
 from tests.log_client import LogWriter
-from tests.patience import eventually, served_at
+from tests.patience import eventually
 
 
 def doctor(*arguments: object, **environment: str) -> "subprocess.CompletedProcess[str]":
@@ -98,13 +98,11 @@ def test_of_several_coordinators_one_serves(tmp_path: Path) -> None:
         etcd = stack.enter_context(FakeEtcd())
         addresses = []
         for name in "ab":
-            command = [sys.executable, "-m", "swift_ft_services.coordinator", "--listen", "127.0.0.1:0"]
-            command += ["--store", f"etcd://{etcd.address}", "--address-file", str(tmp_path / name)]
-            process = stack.enter_context(
-                subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL)
-            )
+            (tmp_path / name).mkdir()
+            process, address = serve("coordinator", tmp_path / name, "--store", f"etcd://{etcd.address}")
+            stack.enter_context(process)
             stack.callback(process.kill)
-            addresses.append(served_at(process, tmp_path / name))
+            addresses.append(address)
             eventually(lambda: check_service(addresses[0]).status == "SERVING")
         several = ",".join(addresses)
         nobody = f"127.0.0.1:{free_port()}"

@@ -1,16 +1,12 @@
 """One log server and one coordinator, which all jobs of a test session or a sweep share."""
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from tests.integration.forked import Forks
-from tests.patience import served_at
-
-REPOSITORY = Path(__file__).parents[3]
+from tests.integration.logserver_world import serve
 
 
 class Services:
@@ -45,27 +41,9 @@ class Services:
 
     def _start(self, name: str, *flags: str) -> str:
         """Its address."""
-        address = self.directory / f"{name}.address"
-        address.unlink(missing_ok=True)
-        command = [
-            sys.executable,
-            "-m",
-            f"swift_ft_services.{name}",
-            "--directory",
-            str(self.directory / name),
-        ]
-        command += ["--listen", "127.0.0.1:0", "--address-file", str(address), *flags]
-        with (self.directory / f"{name}.txt").open("ab") as output:
-            process = subprocess.Popen(
-                command,
-                cwd=REPOSITORY,
-                env={**os.environ, "SWIFT_EVENTS": str(self.events)},
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
+        process, address = serve(name, self.directory, *flags, SWIFT_EVENTS=str(self.events))
         self._processes.append(process)
-        return served_at(process, address, (self.directory / f"{name}.txt").read_text)
+        return address
 
     def check(self) -> None:
         """AssertionError: one of them has ended."""

@@ -1,7 +1,7 @@
 """The table of docs/trainers.md, made from the trainers' headers."""
 
+from tests.integration.logserver_world import REPOSITORY
 from tests.trainers.harness import header
-from tests.trainers.harness.services import REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "trainers.md"
 BEGIN, END = "<!-- scripts/trainers --table -->", "<!-- end of the table -->"
