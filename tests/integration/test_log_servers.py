@@ -83,27 +83,6 @@ def test_a_log_server_that_comes_back_empty_is_used_anew(servers: list[LogServer
         writer.close(0.0)
 
 
-def test_a_log_server_that_lost_its_disk_with_its_rank_is_used_anew(
-    servers: list[LogServer], members: Members
-) -> None:
-    """Its fence waits for it, and finds an empty disk: what was acknowledged there must not count as kept."""
-    one, two, _ = servers
-    members.coordinator("--log-servers", f"m0={one.address},m1={two.address}")
-    ranks = members.form(JOB)
-    one.kill()
-    shutil.rmtree(one.directory)
-    ranks[1].kill()
-    ranks[1].report_exit()
-    members.wait(ranks[0], lambda view: f"log server {one.address}: " in view.waiting_for)
-    one.start()
-    ranks[1] = members.member(1, JOB)
-    view = members.wait(ranks[0], recovered(3))
-    places = [(place.address, bool(place.lost)) for place in view.log_places]
-    assert places == [(one.address, True), (two.address, False), (one.address, False)]
-    assert view.log_places[0].lost == "has come back without this job's records"
-    finish(members, ranks)
-
-
 def test_a_log_server_is_replaced_by_another_and_comes_back(
     servers: list[LogServer], members: Members, capsys: pytest.CaptureFixture[str]
 ) -> None:
