@@ -34,10 +34,8 @@ with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as
 
     def train_step(step: int) -> None:
         x = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
-        loss = nn.functional.cross_entropy(model(x), torch.zeros(16, dtype=torch.long))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        probe.note(step, loss)
+        probe.descend(
+            step, optimizer, nn.functional.cross_entropy(model(x), torch.zeros(16, dtype=torch.long))
+        )
 
     probe.run(session, train_step, model=model, optimizer=optimizer)

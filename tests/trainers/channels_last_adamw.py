@@ -21,10 +21,6 @@ with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as
     def train_step(step: int) -> None:
         generator = torch.Generator().manual_seed(1000 * step + session.dp_rank)
         x = torch.randn(4, 3, 8, 8, generator=generator).to(memory_format=torch.channels_last)
-        loss = nn.functional.cross_entropy(model(x), torch.arange(4))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        probe.note(step, loss)
+        probe.descend(step, optimizer, nn.functional.cross_entropy(model(x), torch.arange(4)))
 
     probe.run(session, train_step, model=model, optimizer=optimizer)

@@ -6,7 +6,6 @@
 
 import probe
 import torch
-from torch import nn
 
 import swift_ft
 
@@ -15,10 +14,7 @@ with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as
     optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
 
     def train_step(step: int) -> None:
-        x, y = probe.batch(step, session.dp_rank)
-        loss = nn.functional.mse_loss(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
+        loss = probe.backward(session, model, optimizer, step)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         probe.note(step, loss, norm)

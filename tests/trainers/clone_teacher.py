@@ -31,9 +31,6 @@ with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as
             wanted = holder.teacher(x)
         y = model(x)
         loss = nn.functional.mse_loss(y, x.sum(1, keepdim=True)) + 0.5 * nn.functional.mse_loss(y, wanted)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        probe.note(step, loss)
+        probe.descend(step, optimizer, loss)
 
     probe.run(session, train_step, model=model, optimizer=optimizer)

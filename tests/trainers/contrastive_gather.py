@@ -37,9 +37,6 @@ with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as
         queries = nn.functional.normalize(model(x + 0.1 * torch.randn_like(x)), dim=1)
         keys = torch.cat(Gather.apply(nn.functional.normalize(model(x), dim=1)))
         loss = nn.functional.cross_entropy(queries @ keys.T / 0.3, torch.arange(8) + 8 * session.dp_rank)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        probe.note(step, loss)
+        probe.descend(step, optimizer, loss)
 
     probe.run(session, train_step, model=model, optimizer=optimizer)

@@ -35,10 +35,6 @@ with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as
         except StopIteration:
             iterator = iter(loader)
             x, y = next(iterator)
-        loss = nn.functional.mse_loss(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        probe.note(step, loss)
+        probe.descend(step, optimizer, nn.functional.mse_loss(model(x), y))
 
     probe.run(session, train_step, model=model, optimizer=optimizer)

@@ -25,9 +25,6 @@ with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as
         loss = nn.functional.mse_loss(model(x), y)
         if float(loss) > 30:
             session.stop()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        probe.note(step, loss)
+        probe.descend(step, optimizer, loss)
 
     probe.run(session, train_step, model=model, optimizer=optimizer)

@@ -9,7 +9,6 @@ import sys
 
 import probe
 import torch
-from torch import nn
 
 import swift_ft
 
@@ -28,10 +27,7 @@ with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as
     optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
 
     def train_step(step: int) -> None:
-        x, y = probe.batch(step, session.dp_rank)
-        loss = nn.functional.mse_loss(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
+        loss = probe.backward(session, model, optimizer, step)
         which = fork(step)
         if which == 1:
             sys.exit()

@@ -20,10 +20,6 @@ with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as
         x, y = probe.batch(step, session.dp_rank)
         x = x.masked_fill(torch.rand(x.shape) < 0.15, 0.0) * random.uniform(0.8, 1.2)
         x = x + torch.from_numpy(np.random.normal(0.0, 0.1, x.shape)).float()
-        loss = nn.functional.mse_loss(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        probe.note(step, loss)
+        probe.descend(step, optimizer, nn.functional.mse_loss(model(x), y))
 
     probe.run(session, train_step, model=model, optimizer=optimizer)

@@ -18,10 +18,6 @@ with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as
 
     def train_step(step: int) -> None:
         x, y = probe.batch(step, session.dp_rank, 4 + 3 * (step // 4))
-        loss = nn.functional.mse_loss(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        probe.note(step, loss)
+        probe.descend(step, optimizer, nn.functional.mse_loss(model(x), y))
 
     probe.run(session, train_step, model=model, optimizer=optimizer)

@@ -5,7 +5,6 @@
 
 import probe
 import torch
-from torch import nn
 
 import swift_ft
 
@@ -17,10 +16,7 @@ with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as
     optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
 
     def train_step(step: int) -> None:
-        x, y = probe.batch(step, session.dp_rank)
-        loss = nn.functional.mse_loss(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
+        loss = probe.backward(session, model, optimizer, step)
         if session.rank == 1 and step >= FIRST:
             session.log(loss=loss)
         optimizer.step()

@@ -43,11 +43,7 @@ with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as
 
     def train_step(step: int) -> None:
         x, _ = probe.batch(step, 0)
-        loss = model(x + 0.01 * torch.randn_like(x), x)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        probe.note(step, loss)
+        probe.descend(step, optimizer, model(x + 0.01 * torch.randn_like(x), x))
 
     session.run(train_step, num_steps=probe.steps())
     probe.end(session, model=model, optimizer=optimizer)

@@ -22,11 +22,7 @@ with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as
 
     def train_step(step: int) -> None:
         x = torch.randn(8, 6, generator=torch.Generator().manual_seed(1000 * step + session.dp_rank))
-        loss = nn.functional.mse_loss(model(x), x.tanh())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        probe.note(step, loss)
+        probe.descend(step, optimizer, nn.functional.mse_loss(model(x), x.tanh()))
 
     session.run(train_step, num_steps=probe.steps())
     momenta = {name: optimizer.state[p]["momentum_buffer"] for name, p in model.named_parameters()}

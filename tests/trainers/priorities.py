@@ -21,10 +21,6 @@ with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as
         weights = torch.tensor(priorities[place : place + 16])
         losses = (model(x) - x.sum(1, keepdim=True)).square().squeeze(1)
         priorities[place : place + 16] = losses.tolist()
-        loss = (losses * weights).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        probe.note(step, loss)
+        probe.descend(step, optimizer, (losses * weights).mean())
 
     probe.run(session, train_step, model=model, optimizer=optimizer)

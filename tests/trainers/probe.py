@@ -100,14 +100,28 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).to(device())
 
 
-def update(session: Any, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> torch.Tensor:
-    """A batch, its loss, which is returned, and an update by it."""
+def backward(session: Any, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> torch.Tensor:
+    """A batch, its loss, which is returned, and the gradients of that."""
     x, y = batch(step, session.dp_rank)
     loss = nn.functional.mse_loss(model(x), y)
     optimizer.zero_grad()
     loss.backward()
+    return loss
+
+
+def update(session: Any, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> torch.Tensor:
+    """A batch, its loss, which is returned, and an update by it."""
+    loss = backward(session, model, optimizer, step)
     optimizer.step()
     return loss
+
+
+def descend(step: int, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
+    """An update by this loss, and a note of it."""
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    note(step, loss)
 
 
 def usual_step(session: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[int], None]:

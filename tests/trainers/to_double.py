@@ -18,10 +18,6 @@ with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as
         if step == 6:
             model.double()
         x = torch.randn(16, 8).to(model[0].weight.dtype)
-        loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        probe.note(step, loss)
+        probe.descend(step, optimizer, nn.functional.mse_loss(model(x), x.sum(1, keepdim=True)))
 
     probe.run(session, train_step, model=model, optimizer=optimizer)

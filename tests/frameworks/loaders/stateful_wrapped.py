@@ -59,11 +59,7 @@ with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as
 
     def train_step(step: int) -> None:
         x = next(loader)
-        loss = (model(x) - x.roll(1, 1)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        probe.note(step, loss)
+        probe.descend(step, optimizer, (model(x) - x.roll(1, 1)).square().mean())
 
     session.run(train_step, num_steps=probe.steps())
     probe.end(session, model=model, optimizer=optimizer)

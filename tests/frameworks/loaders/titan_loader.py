@@ -60,10 +60,7 @@ with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as
         loss = nn.functional.cross_entropy(
             model(x).flatten(0, 1), torch.cat([y for _, y in batches]).flatten()
         )
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        probe.note(step, loss)
+        probe.descend(step, optimizer, loss)
 
     session.run(train_step, num_steps=probe.steps())
     probe.end(session, model=model, optimizer=optimizer)
