@@ -5,8 +5,7 @@
 # says: PYTHONHASHSEED=0
 # interpreters
 
-import os
-
+import own
 import torch
 from torch import nn
 
@@ -17,14 +16,8 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Embedding(len(number), 8), nn.Linear(8, len(number)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 tokens = torch.tensor([number[word] for word in TEXT])
-first = 0
-if os.path.exists("last.pt"):
-    saved = torch.load("last.pt")
-    model.load_state_dict(saved["model"])
-    first = saved["step"]
-for step in range(first, 6):
+for _ in own.steps(6, model=model):
     loss = nn.functional.cross_entropy(model(tokens[:-1]), tokens[1:])
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    torch.save({"model": model.state_dict(), "step": step + 1}, "last.pt")

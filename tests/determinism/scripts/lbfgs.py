@@ -2,20 +2,13 @@
 
 # verdict: EQUAL
 
-import os
-
+import own
 import torch
 from torch import nn
 
 torch.manual_seed(0)
 model = nn.Linear(4, 2)
 optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
-first = 0
-if os.path.exists("last.pt"):
-    saved = torch.load("last.pt")
-    model.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
-    first = saved["step"]
 x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
 
 
@@ -26,8 +19,5 @@ def closure():
     return loss
 
 
-for step in range(first, 6):
+for _ in own.steps(6, model=model, optimizer=optimizer):
     optimizer.step(closure)
-    torch.save(
-        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}, "last.pt"
-    )

@@ -7,6 +7,7 @@
 
 import os
 
+import own
 import torch
 from torch import nn
 
@@ -15,19 +16,10 @@ torch.set_num_threads(1 if resumed else 3)
 torch.manual_seed(0)
 model = nn.Linear(64, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-first = 0
-if resumed:
-    saved = torch.load("last.pt")
-    model.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
-    first = saved["step"]
-for step in range(first, 10):
+for step in own.steps(10, model=model, optimizer=optimizer):
     x = torch.randn(100, 64, generator=torch.Generator().manual_seed(step))
     shares = [share.pow(2).mean() for share in model(x).chunk(torch.get_num_threads())]
     loss = sum(shares) / len(shares)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    torch.save(
-        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}, "last.pt"
-    )

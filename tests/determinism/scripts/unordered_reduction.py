@@ -5,21 +5,16 @@
 # cause: unordered-reduction
 # says: the gradient of parameter Linear.weight
 
-import os
 import random
 
+import own
 import torch
 from torch import nn
 
 torch.manual_seed(0)
 model = nn.Linear(32, 8)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-first = 0
-if os.path.exists("last.pt"):
-    saved = torch.load("last.pt")
-    model.load_state_dict(saved["model"])
-    first = saved["step"]
-for step in range(first, 10):
+for step in own.steps(10, model=model):
     x = torch.randn(256, 32, generator=torch.Generator().manual_seed(step))
     optimizer.zero_grad()
     losses = [part.pow(2).mean() for part in model(x).chunk(64)]
@@ -30,4 +25,3 @@ for step in range(first, 10):
         for part in parts:
             parameter.grad += part
     optimizer.step()
-    torch.save({"model": model.state_dict(), "step": step + 1}, "last.pt")

@@ -4,24 +4,18 @@
 # verdict: EQUAL
 # says: random begin with other states
 
-import os
 import random
 
+import own
 import torch
 from torch import nn
 
 torch.manual_seed(0)
 model = nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-first = 0
-if os.path.exists("last.pt"):
-    saved = torch.load("last.pt")
-    model.load_state_dict(saved["model"])
-    first = saved["step"]
-for step in range(first, 10):
+for step in own.steps(10, model=model):
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
     optimizer.zero_grad()
     model(x).pow(2).mean().backward()
     optimizer.step()
     print(random.choice(["on", "onward", "further"]))
-    torch.save({"model": model.state_dict(), "step": step + 1}, "last.pt")
