@@ -107,6 +107,14 @@ class Trace:
             filled=0,
         )
 
+    def recovery(self, generation: int, victim: int) -> None:
+        """By a replay, until just before its end."""
+        for state in ("FENCING", "PLANNING"):
+            self.state(state, generation)
+        self.plan(generation, KILL_STEP, kept(victim=victim))
+        self.state("RECOVERING", generation)
+        self.replay(victim, generation, CHECKPOINT, KILL_STEP)
+
     def finish(self) -> None:
         for rank in range(RANKS):
             self.rank(rank, "finished", version=STEPS)

@@ -298,11 +298,7 @@ def test_two_victims_one_after_the_other() -> None:
             for generation, victim in ((2, 2), (3, 1)):
                 trace.kill(victim, KILL_STEP, f"fault{generation - 2}")
                 trace.pids[victim] = NEW_PID + victim
-                for state in ("FENCING", "PLANNING"):
-                    trace.state(state, generation)
-                trace.plan(generation, KILL_STEP, kept(victim=victim))
-                trace.state("RECOVERING", generation)
-                trace.replay(victim, generation, CHECKPOINT, KILL_STEP)
+                trace.recovery(generation, victim)
                 trace.state("RUNNING", generation)
                 if generation == 2:
                     for rank in range(RANKS):
@@ -330,11 +326,7 @@ def test_a_replay_is_no_step_after_the_recovery_before_it() -> None:
     for generation, victim in ((2, 2), (3, 1)):
         trace.rank(victim, "fault", id=f"fault{generation - 2}", phase="idle", step=KILL_STEP, microbatch=0)
         trace.pids[victim] = NEW_PID + victim
-        for state in ("FENCING", "PLANNING"):
-            trace.state(state, generation)
-        trace.plan(generation, KILL_STEP, kept(victim=victim))
-        trace.state("RECOVERING", generation)
-        trace.replay(victim, generation, CHECKPOINT, KILL_STEP)
+        trace.recovery(generation, victim)
         trace.state("RUNNING", generation)
         if generation == 2:
             for rank in (0, 2, 3):
@@ -357,11 +349,7 @@ def test_a_rank_that_dies_as_a_recovery_ends_is_for_the_next_one(seen: str) -> N
     trace = Trace.begun(KILL_STEP)
     trace.kill(2, KILL_STEP)
     for generation, victim in ((2, 2), (3, 1)):
-        for state in ("FENCING", "PLANNING"):
-            trace.state(state, generation)
-        trace.plan(generation, KILL_STEP, kept(victim=victim))
-        trace.state("RECOVERING", generation)
-        trace.replay(victim, generation, CHECKPOINT, KILL_STEP)
+        trace.recovery(generation, victim)
         if generation == 2:
             trace.rank(1, "fault", id="fault1", phase="replay", step=KILL_STEP, microbatch=0)
             gone = {"rank": 1, "pid": trace.pids[1], "code": -9}
