@@ -40,8 +40,10 @@ def serve(name: str, directory: Path, *flags: str, **env: str) -> tuple["subproc
     """A service on a free port. Its data, its address and what it says are in `directory`. (process, address)"""
     address, output = (directory / f"{name}.{what}" for what in ("address", "txt"))
     address.unlink(missing_ok=True)
-    words = [sys.executable, "-m", f"swift_ft_services.{name}", "--directory", str(directory / name)]
-    words += ["--listen", "127.0.0.1:0", "--address-file", str(address), *flags]
+    words = [sys.executable, "-m", f"swift_ft_services.{name}", "--listen", "127.0.0.1:0", *flags]
+    words += ["--address-file", str(address)]
+    if "--store" not in flags:
+        words += ["--directory", str(directory / name)]
     with output.open("ab") as said:
         process = subprocess.Popen(
             words, cwd=REPOSITORY, env={**os.environ, **env}, stdout=said, stderr=said, start_new_session=True

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from swift_ft import fault_grammar
+from swift_ft.lab.drill import report
 from swift_ft.lab.drill.config import DrillConfig
 from swift_ft.lab.drill.facts import Evidence
 from swift_ft.lab.drill.topology import Topology
@@ -13,6 +14,14 @@ RANKS, STEPS = 4, 12
 KILL_STEP, CHECKPOINT = 8, 5
 PIDS = {rank: 100 + rank for rank in range(RANKS)}
 NEW_PID = 200
+
+
+def judged(planned: DrillConfig, found: Evidence, verdict: str = report.PASS, *said: str) -> dict[str, Any]:
+    """The report, which gives this verdict, and these words in its reason."""
+    result = report.build(planned, found)
+    assert result["verdict"] == verdict, result["reason"]
+    assert all(words in result["reason"] for words in said), result["reason"]
+    return result
 
 
 def config(*specs: str, **changes: Any) -> DrillConfig:

@@ -8,7 +8,7 @@ import pytest
 from swift_ft.lab.drill import report
 from swift_ft.lab.drill.facts import Evidence
 from swift_ft.lab.drill.report import FAIL, INCONCLUSIVE, PASS
-from tests.unit.drill.evidence import RANKS, STEPS, Trace, config, digests, good
+from tests.unit.drill.evidence import RANKS, STEPS, Trace, config, digests, good, judged
 
 VICTIM, LOST, EVERY = 2, 8, 2
 NEWER, OLDER = 6, 4
@@ -123,12 +123,11 @@ def test_where_nobody_went_back(spec: str, verdict: str) -> None:
     trace = Trace.begun(STEPS)
     trace.finish()
     found = good(trace, digests=digests((STEPS, 1)))
-    result = report.build(config(spec, strategy="checkpoint"), found)
-    assert result["verdict"] == verdict, result["reason"]
+    judged(config(spec, strategy="checkpoint"), found, verdict)
 
 
 def test_a_replay_is_not_what_was_asked_for() -> None:
-    assert report.build(config(strategy="checkpoint"), good())["verdict"] == FAIL
+    judged(config(strategy="checkpoint"), good(), FAIL)
 
 
 def test_a_damaged_one_leads_to_the_one_before() -> None:

@@ -22,6 +22,7 @@ from tests.unit.drill.evidence import (
     digests,
     good,
     good_trace,
+    judged,
     kept,
 )
 
@@ -44,8 +45,7 @@ def without(event: str, **fields: Any) -> Callable[[list[dict[str, Any]]], list[
 
 
 def test_a_good_run_passes_with_every_field_of_the_contract() -> None:
-    result = report.build(config(), good())
-    assert result["verdict"] == PASS, result["reason"]
+    result = judged(config(), good())
     assert set(CONTRACT.split()) <= set(result)
     assert json.loads(json.dumps(result)) == result
     assert result["exact"] is True
@@ -93,8 +93,7 @@ def test_phases_sum_to_the_total() -> None:
 def test_a_differing_digest_fails(name: str, field: str) -> None:
     changed = copy.deepcopy(digests((KILL_STEP, 2)))
     changed[name][field] = "0" * 64
-    result = report.build(config(), good(digests=changed))
-    assert result["verdict"] == FAIL
+    result = judged(config(), good(digests=changed), FAIL)
     assert result["bitwise_equal"] is False
     assert result["exact"] is False
     assert field in result["reason"]
@@ -104,8 +103,7 @@ def test_a_differing_digest_fails(name: str, field: str) -> None:
 def test_a_missing_digest_is_inconclusive(name: str) -> None:
     fewer = digests((KILL_STEP, 2))
     del fewer[name]
-    result = report.build(config(), good(digests=fewer))
-    assert result["verdict"] == INCONCLUSIVE
+    result = judged(config(), good(digests=fewer), INCONCLUSIVE)
     assert result["bitwise_equal"] is None
     assert result["exact"] is False
 
@@ -114,14 +112,14 @@ def test_a_missing_digest_is_inconclusive(name: str) -> None:
 def test_a_missing_digest_field_is_inconclusive(field: str) -> None:
     fewer = digests((KILL_STEP, 2))
     del fewer[f"rank0-v{STEPS}"][field]
-    assert report.build(config(), good(digests=fewer))["verdict"] == INCONCLUSIVE
+    judged(config(), good(digests=fewer), INCONCLUSIVE)
 
 
 @pytest.mark.parametrize("version", [KILL_STEP, STEPS])
 def test_a_twin_without_the_digest_is_inconclusive(version: int) -> None:
     evidence = good()
     twin = {name: d for name, d in evidence.twin_digests.items() if name != f"rank1-v{version}"}
-    assert report.build(config(), good(twin_digests=twin))["verdict"] == INCONCLUSIVE
+    judged(config(), good(twin_digests=twin), INCONCLUSIVE)
 
 
 @pytest.mark.parametrize(
@@ -141,8 +139,7 @@ def test_a_twin_without_the_digest_is_inconclusive(version: int) -> None:
     ],
 )
 def test_broken_evidence(changes: dict[str, Any], verdict: str) -> None:
-    result = report.build(config(), good(**changes))
-    assert result["verdict"] == verdict, result["reason"]
+    result = judged(config(), good(**changes), verdict)
     assert result["reason"]
 
 
@@ -164,8 +161,7 @@ def test_a_missing_event_is_never_pass(take_away: Callable[[list[dict[str, Any]]
 
 @pytest.mark.parametrize("event", ["finished", "group_built", "restore_begin", "restore_end", "replay_begin"])
 def test_some_events_only_make_the_phases_finer(event: str) -> None:
-    result = report.build(config(), good(events=without(event)(good_trace().events)))
-    assert result["verdict"] == PASS, result["reason"]
+    judged(config(), good(events=without(event)(good_trace().events)))
 
 
 def test_a_fault_that_left_no_trace_did_not_happen() -> None:
@@ -186,8 +182,7 @@ def test_a_rank_without_a_step_after_the_recovery_is_inconclusive(ranks: set[int
         for e in trace.events
         if e["t"] <= back or e["event"] not in ("step_begin", "finished") or e["rank"] not in ranks
     ]
-    result = report.build(config(), good(events=events))
-    assert result["verdict"] == INCONCLUSIVE
+    result = judged(config(), good(events=events), INCONCLUSIVE)
     assert result["recovery_seconds"] is None
 
 
@@ -196,8 +191,7 @@ def test_a_rank_that_changed_its_process_fails() -> None:
     for event in events[-20:]:
         if event["who"] == "rank1":
             event["pid"] = NEW_PID + 1
-    result = report.build(config(), good(events=events))
-    assert result["verdict"] == FAIL
+    result = judged(config(), good(events=events), FAIL)
     assert result["survivors_kept"] is False
     assert "rank 1 changed pid" in result["reason"]
 
@@ -205,17 +199,13 @@ def test_a_rank_that_changed_its_process_fails() -> None:
 def test_a_rank_that_died_untold_fails() -> None:
     trace = good_trace()
     trace.add("launcher", "child_exit", rank=1, pid=101, code=-6)
-    result = report.build(config(), good(trace))
-    assert result["verdict"] == FAIL
-    assert "rank 1 (exit code -6)" in result["reason"]
+    judged(config(), good(trace), FAIL, "rank 1 (exit code -6)")
 
 
 def test_a_replay_that_verified_nothing_is_inconclusive() -> None:
     events = copy.deepcopy(good_trace().events)
     next(e for e in events if e["event"] == "replay_end")["verified"] = 0
-    result = report.build(config(), good(events=events))
-    assert result["verdict"] == INCONCLUSIVE
-    assert "verified" in result["reason"]
+    judged(config(), good(events=events), INCONCLUSIVE, "verified")
 
 
 # What else can happen in a recovery.
@@ -248,8 +238,7 @@ def fallen_back_evidence(**changes: Any) -> Evidence:
 
 
 def test_a_fallback_nobody_asked_for_fails() -> None:
-    result = report.build(config(), fallen_back_evidence())
-    assert result["verdict"] == FAIL
+    result = judged(config(), fallen_back_evidence(), FAIL)
     assert result["bitwise_equal"] is True
     assert result["exact"] is False
     assert "corrupt" in result["reason"]
@@ -260,8 +249,7 @@ FLIPPED = {"fired": frozenset({"fault0", "fault1"}), "corruption": {"file": "x",
 
 
 def test_a_fallback_from_a_corrupt_log_passes_but_not_as_exact() -> None:
-    result = report.build(config(*CORRUPT), fallen_back_evidence(**FLIPPED))
-    assert result["verdict"] == PASS, result["reason"]
+    result = judged(config(*CORRUPT), fallen_back_evidence(**FLIPPED))
     assert result["exact"] is False
     assert set(result["strategy"].values()) == {"checkpoint"}
     assert "corrupt" in result["recoveries"][0]["plan_reason"]
@@ -272,21 +260,17 @@ def test_a_fallback_from_a_corrupt_log_passes_but_not_as_exact() -> None:
 
 
 def test_a_corrupt_log_that_was_replayed_fails() -> None:
-    result = report.build(config(*CORRUPT), good(**FLIPPED))
-    assert result["verdict"] == FAIL
-    assert "flipped bit was replayed" in result["reason"]
+    judged(config(*CORRUPT), good(**FLIPPED), FAIL, "flipped bit was replayed")
 
 
 def test_a_corruption_that_never_happened_is_inconclusive() -> None:
-    result = report.build(config(*CORRUPT), fallen_back_evidence(fired=frozenset({"fault0"})))
-    assert result["verdict"] == INCONCLUSIVE
+    judged(config(*CORRUPT), fallen_back_evidence(fired=frozenset({"fault0"})), INCONCLUSIVE)
 
 
 def test_a_coordinator_killed_in_a_recovery_may_lose_a_state() -> None:
     specs = (f"rank=2,step={KILL_STEP},microbatch=3", "service=coordinator,state=planning")
     events = without("state", state="PLANNING")(good_trace().events)
-    result = report.build(config(*specs), good(events=events, fired=frozenset({"fault0", "fault1"})))
-    assert result["verdict"] == PASS, result["reason"]
+    result = judged(config(*specs), good(events=events, fired=frozenset({"fault0", "fault1"})))
     assert result["recovery_seconds"]["plan"] == 0
 
 
@@ -309,15 +293,14 @@ def test_two_victims_one_after_the_other() -> None:
     evidence = good(
         trace, fired=frozenset({"fault0", "fault1"}), digests=digests((KILL_STEP, 2), (KILL_STEP, 3))
     )
-    result = report.build(planned, evidence)
-    assert result["verdict"] == PASS, result["reason"]
+    result = judged(planned, evidence)
     assert [recovery["faults"] for recovery in result["recoveries"]] == [["fault0"], ["fault1"]]
     assert result["steps_replayed"] == 2 * (KILL_STEP - CHECKPOINT)
     assert result["strategy"] == {"0": "keep", "1": "replay", "2": "replay", "3": "keep"}
     total = sum(recovery["recovery_seconds"]["total"] for recovery in result["recoveries"])
     assert result["recovery_seconds"]["total"] == pytest.approx(total)
     only_one = good(trace, fired=frozenset({"fault0"}), digests=digests((KILL_STEP, 2), (KILL_STEP, 3)))
-    assert report.build(planned, only_one)["verdict"] == INCONCLUSIVE
+    judged(planned, only_one, INCONCLUSIVE)
 
 
 def test_a_replay_is_no_step_after_the_recovery_before_it() -> None:
@@ -333,11 +316,10 @@ def test_a_replay_is_no_step_after_the_recovery_before_it() -> None:
                 trace.rank(rank, "step_begin", step=KILL_STEP)
     trace.end(KILL_STEP)
     planned = config(*(f"rank={rank},step={KILL_STEP},phase=idle" for rank in (2, 1)))
-    result = report.build(
+    result = judged(
         planned,
         good(trace, fired=frozenset({"fault0", "fault1"}), digests=digests((KILL_STEP, 2), (KILL_STEP, 3))),
     )
-    assert result["verdict"] == PASS, result["reason"]
     first, second = (recovery["recovery_seconds"] for recovery in result["recoveries"])
     assert first["rejoin"] > second["total"]
 
@@ -366,16 +348,14 @@ def test_a_rank_that_dies_as_a_recovery_ends_is_for_the_next_one(seen: str) -> N
     found = good(
         trace, fired=frozenset({"fault0", "fault1"}), digests=digests((KILL_STEP, 2), (KILL_STEP, 3))
     )
-    result = report.build(planned, found)
-    assert result["verdict"] == PASS, result["reason"]
+    result = judged(planned, found)
     assert [recovery["faults"] for recovery in result["recoveries"]] == [["fault0"], ["fault1"]]
 
 
 def test_a_drill_on_services_alone_needs_no_recovery() -> None:
     trace = Trace.begun(STEPS)
     trace.finish()
-    result = report.build(config("service=logserver,step=4"), good(trace, digests=digests()))
-    assert result["verdict"] == PASS, result["reason"]
+    result = judged(config("service=logserver,step=4"), good(trace, digests=digests()))
     assert result["recoveries"] == []
     assert result["recovery_seconds"] is None
     assert result["throughput"]["before"] > 0

@@ -7,7 +7,7 @@ import pytest
 
 from swift_ft.lab.drill import report
 from swift_ft.lab.drill.facts import Evidence
-from tests.unit.drill.evidence import CHECKPOINT, KILL_STEP, RANKS, Trace, config, digests, good, kept
+from tests.unit.drill.evidence import CHECKPOINT, KILL_STEP, RANKS, Trace, config, digests, good, judged, kept
 
 
 def trace_of(change: Callable[[Trace], None] = lambda trace: None) -> Trace:
@@ -71,6 +71,9 @@ def test_nobody_who_did_not_allow_it_gets_other_bits() -> None:
         name: {**one, "parameters": "other"} if name.startswith("rank2") else one
         for name, one in found.digests.items()
     }
-    result = report.build(config(helpers=2), replace(found, digests=other))
-    assert result["verdict"] == "FAIL"
-    assert "digests at version 8: rank 2: parameters differ" in result["reason"]
+    judged(
+        config(helpers=2),
+        replace(found, digests=other),
+        "FAIL",
+        "digests at version 8: rank 2: parameters differ",
+    )

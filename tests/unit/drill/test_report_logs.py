@@ -2,9 +2,8 @@
 
 import pytest
 
-from swift_ft.lab.drill import report
 from swift_ft.lab.drill.report import FAIL, INCONCLUSIVE, PASS
-from tests.unit.drill.evidence import CHECKPOINT, KILL_STEP, RANKS, Trace, config, digests, good, kept
+from tests.unit.drill.evidence import CHECKPOINT, KILL_STEP, RANKS, Trace, config, digests, good, judged, kept
 
 LOST = "log server h:1 is lost: it has not answered for 6.0 s"
 BOTH = (f"rank=2,step={KILL_STEP},microbatch=3", f"log=0,step={KILL_STEP}")
@@ -67,8 +66,7 @@ def lost_with_a_rank(reason: str) -> Trace:
 
 
 def test_a_lost_log_server_costs_nobody_its_state_and_what_moved_is_told() -> None:
-    result = report.build(config("log=0,step=5", log_servers=2), good(lost_alone()))
-    assert result["verdict"] == PASS, result["reason"]
+    result = judged(config("log=0,step=5", log_servers=2), good(lost_alone()))
     assert result["log"]["placement"] == {"0": ["h:2"], "1": ["h:1"], "2": ["h:2"], "3": ["h:1"]}
     assert result["log"]["moved"] == [
         {"rank": rank, "generation": 2, "from": ["h:1"], "to": ["h:2"]} for rank in (1, 3)
@@ -78,10 +76,13 @@ def test_a_lost_log_server_costs_nobody_its_state_and_what_moved_is_told() -> No
 
 
 def test_a_recovery_that_no_lost_server_explains_fails_the_drill() -> None:
-    result = report.build(config("log=0,step=5", log_servers=2), good(lost_alone(given_up=False)))
-    assert result["verdict"] == FAIL
-    assert "a recovery of itself" in result["reason"]
-    assert "0 of 1 were given up" in result["reason"]
+    judged(
+        config("log=0,step=5", log_servers=2),
+        good(lost_alone(given_up=False)),
+        FAIL,
+        "a recovery of itself",
+        "0 of 1 were given up",
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,12 +98,10 @@ def test_fault_37_a_rank_and_a_log_server_at_once(copies: int, reason: str, verd
     """The second copy, else the checkpoint with the reason said."""
     found = (CHECKPOINT if reason else KILL_STEP, 3)
     evidence = good(lost_with_a_rank(reason), digests=digests(found), fired=frozenset({"fault0", "fault1"}))
-    result = report.build(config(*BOTH, log_servers=2, copies=copies), evidence)
-    assert result["verdict"] == verdict, result["reason"]
+    result = judged(config(*BOTH, log_servers=2, copies=copies), evidence, verdict)
     if verdict == PASS and reason:
         assert LOST in result["reason"]
 
 
 def test_without_the_servers_end_nothing_is_shown() -> None:
-    result = report.build(config("log=0,step=5", log_servers=2), good(lost_alone(), fired=frozenset()))
-    assert result["verdict"] == INCONCLUSIVE
+    judged(config("log=0,step=5", log_servers=2), good(lost_alone(), fired=frozenset()), INCONCLUSIVE)

@@ -13,7 +13,7 @@ from swift_ft.lab.drill.facts import Evidence, Facts
 from swift_ft.lab.drill.report import FAIL, INCONCLUSIVE, PASS, corrupt_copy_check
 from swift_ft.lab.drill.timeline import Recovery
 from swift_ft.planner.groups import RecoveryGroups
-from tests.unit.drill.evidence import Trace
+from tests.unit.drill.evidence import Trace, judged
 from tests.unit.drill.replica_evidence import (
     CHECKPOINT,
     KILL,
@@ -52,8 +52,7 @@ def changed(event: str, **fields: Any) -> Events:
 
 
 def test_a_copy_passes_with_nothing_replayed() -> None:
-    result = report.build(config(), evidence())
-    assert result["verdict"] == PASS, result["reason"]
+    result = judged(config(), evidence())
     assert json.loads(json.dumps(result)) == result
     assert result["exact"] is True
     assert result["topology"]["ranks"] == 4
@@ -106,11 +105,9 @@ def by_replay(name: str) -> Callable[[Trace], None]:
 
 def test_a_replay_beside_a_living_replica_fails_unless_it_was_asked_for() -> None:
     found = evidence(trace_of(by_replay("REPLAY")))
-    result = report.build(config(), found)
-    assert result["verdict"] == FAIL
+    result = judged(config(), found, FAIL)
     assert answer(result, "living replicas were used") is False
-    asked = report.build(config(strategy="replay"), found)
-    assert asked["verdict"] == PASS, asked["reason"]
+    asked = judged(config(strategy="replay"), found)
     assert asked["strategy"] == {"0": "keep", "1": "replay"}
     assert asked["microbatches_recomputed"] == 2 * 4 * (KILL_STEP - CHECKPOINT)
 
@@ -118,14 +115,12 @@ def test_a_replay_beside_a_living_replica_fails_unless_it_was_asked_for() -> Non
 def test_a_stage_without_a_living_rank_is_replayed() -> None:
     specs = (KILL, f"rank=2,step={KILL_STEP},phase=backward")
     found = evidence(trace_of(by_replay("REPLAY"), victims=(3, 2)), fired=frozenset({"fault0", "fault1"}))
-    result = report.build(config(*specs), found)
-    assert result["verdict"] == PASS, result["reason"]
+    judged(config(*specs), found)
 
 
 @pytest.mark.parametrize(("strategy", "recover"), [("replay", by_replica), ("replica", by_replay("REPLAY"))])
 def test_a_strategy_that_was_not_asked_for_fails(strategy: str, recover: Callable[[Trace], None]) -> None:
-    result = report.build(config(strategy=strategy), evidence(trace_of(recover)))
-    assert result["verdict"] == FAIL
+    result = judged(config(strategy=strategy), evidence(trace_of(recover)), FAIL)
     assert answer(result, "the strategy was the one asked for") is False
 
 
@@ -146,8 +141,7 @@ def test_what_a_superseded_generation_gave_is_still_how_it_came_back() -> None:
         trace.state("RUNNING", 3)
 
     found = evidence(trace_of(recover), generation=3, fired=frozenset({"fault0", "fault1"}))
-    result = report.build(config(KILL, "rank=0,phase=copy"), found)
-    assert result["verdict"] == PASS, result["reason"]
+    result = judged(config(KILL, "rank=0,phase=copy"), found)
     assert result["strategy"] == {"0": "replica", "1": "replica"}
     assert result["recoveries"][0]["sources"] == {"0": [1], "3": [2]}
     assert result["bytes_copied"] == 8192
@@ -158,8 +152,7 @@ def test_what_a_superseded_generation_gave_is_still_how_it_came_back() -> None:
 
 @pytest.mark.parametrize("mode", ["exact", "preimage"])
 def test_an_exact_undo_passes_as_exact(mode: str) -> None:
-    result = report.build(config(updates="wait_free"), evidence(trace_of(by_undo(mode, True))))
-    assert result["verdict"] == PASS, result["reason"]
+    result = judged(config(updates="wait_free"), evidence(trace_of(by_undo(mode, True))))
     assert result["exact"] is True
     assert result["strategy"]["1"] == "replica"
     assert result["undo"]["mode"] == mode
@@ -168,14 +161,11 @@ def test_an_exact_undo_passes_as_exact(mode: str) -> None:
 
 def test_an_undo_that_left_no_record_is_inconclusive() -> None:
     events = without("undone")(trace_of(by_undo("exact", True)).events)
-    result = report.build(config(updates="wait_free"), evidence(events=events))
-    assert result["verdict"] == INCONCLUSIVE
-    assert "undone of rank 2" in result["reason"]
+    judged(config(updates="wait_free"), evidence(events=events), INCONCLUSIVE, "undone of rank 2")
 
 
 def test_an_inexact_undo_that_nobody_asked_for_fails() -> None:
-    result = report.build(config(updates="wait_free"), evidence(trace_of(by_undo("arithmetic", False))))
-    assert result["verdict"] == FAIL
+    result = judged(config(updates="wait_free"), evidence(trace_of(by_undo("arithmetic", False))), FAIL)
     assert answer(result, "updates were taken back as asked") is False
     assert result["exact"] is False
 
@@ -194,8 +184,7 @@ def drifted(*versions: str) -> dict[str, dict[str, str]]:
 
 
 def test_an_arithmetic_undo_passes_by_its_loss_curve_and_says_so() -> None:
-    result = report.build(config(**ARITHMETIC), arithmetic(digests=drifted(f"v{STEPS}", "-g2")))
-    assert result["verdict"] == PASS, result["reason"]
+    result = judged(config(**ARITHMETIC), arithmetic(digests=drifted(f"v{STEPS}", "-g2")))
     assert result["exact"] is False
     assert result["bitwise_equal"] is False
     assert "an arithmetic undo is not exact, so no bits are promised" in result["reason"]
@@ -205,31 +194,26 @@ def test_an_arithmetic_undo_passes_by_its_loss_curve_and_says_so() -> None:
 
 
 def test_an_arithmetic_undo_is_not_exact_even_if_the_bits_agree() -> None:
-    result = report.build(config(**ARITHMETIC), arithmetic())
-    assert result["verdict"] == PASS, result["reason"]
+    result = judged(config(**ARITHMETIC), arithmetic())
     assert result["bitwise_equal"] is True
     assert result["exact"] is False
 
 
 def test_other_bits_without_an_arithmetic_undo_fail() -> None:
-    result = report.build(config(**ARITHMETIC), evidence(digests=drifted(f"v{STEPS}")))
-    assert result["verdict"] == FAIL
-    assert "parameters" in result["reason"]
+    judged(config(**ARITHMETIC), evidence(digests=drifted(f"v{STEPS}")), FAIL, "parameters")
 
 
 @pytest.mark.parametrize("field", ["scheduler", "rng", "data"])
 def test_an_arithmetic_undo_excuses_nothing_but_what_is_trained(field: str) -> None:
     ours = drifted(f"v{STEPS}")
     ours[f"rank1-v{STEPS}"][field] = "other"
-    result = report.build(config(**ARITHMETIC), arithmetic(digests=ours))
-    assert result["verdict"] == FAIL
-    assert f"rank 1: {field} differ" in result["reason"]
+    judged(config(**ARITHMETIC), arithmetic(digests=ours), FAIL, f"rank 1: {field} differ")
 
 
 def test_an_arithmetic_undo_does_not_excuse_replicas_that_differ() -> None:
     ours = drifted(f"v{STEPS}")
     ours[f"rank2-v{STEPS}"]["parameters"] += " and some more"
-    assert report.build(config(**ARITHMETIC), arithmetic(digests=ours))["verdict"] == FAIL
+    judged(config(**ARITHMETIC), arithmetic(digests=ours), FAIL)
 
 
 def other_losses(change: Callable[[int, float], float]) -> Any:
@@ -251,13 +235,9 @@ def other_losses(change: Callable[[int, float], float]) -> Any:
     ],
 )
 def test_the_loss_curve_decides_where_bits_may_differ(twin: Any, verdict: str) -> None:
-    result = report.build(config(**ARITHMETIC), arithmetic(twin_losses=twin))
-    assert result["verdict"] == verdict, result["reason"]
+    result = judged(config(**ARITHMETIC), arithmetic(twin_losses=twin), verdict)
     assert json.loads(json.dumps(result, allow_nan=False)) == result
-    exact = report.build(
-        config(updates="wait_free"), evidence(trace_of(by_undo("exact", True)), twin_losses=twin)
-    )
-    assert exact["verdict"] == PASS, "where bits decide, losses are only shown"
+    judged(config(updates="wait_free"), evidence(trace_of(by_undo("exact", True)), twin_losses=twin))
 
 
 def test_losses_are_means_over_dp_ranks_of_the_last_time_a_step_was_done() -> None:
@@ -286,13 +266,12 @@ def test_rolling_forward_loses_no_step() -> None:
         trace.state("RUNNING", 2)
 
     trace = trace_of(recover, back_at=KILL_STEP + 1)
-    result = report.build(config(), evidence(trace, version=KILL_STEP + 1))
-    assert result["verdict"] == PASS, result["reason"]
+    result = judged(config(), evidence(trace, version=KILL_STEP + 1))
     assert result["strategy"] == {"0": "roll_forward", "1": "replica"}
     assert result["undo"]["rolled_forward"] == [0, 1, 2]
     assert result["steps_lost"] == 0
     events = without("roll_forward", rank=1)(trace.events)
-    assert report.build(config(), evidence(events=events, version=KILL_STEP + 1))["verdict"] == INCONCLUSIVE
+    judged(config(), evidence(events=events, version=KILL_STEP + 1), INCONCLUSIVE)
 
 
 def test_the_backends_order_is_named() -> None:

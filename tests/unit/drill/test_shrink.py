@@ -14,7 +14,7 @@ from swift_ft.lab.drill.config import DrillConfig
 from swift_ft.lab.drill.facts import Evidence
 from swift_ft.lab.drill.report import FAIL, INCONCLUSIVE, PASS
 from swift_ft.lab.drill.trainer import make_parser
-from tests.unit.drill.evidence import Trace, digest
+from tests.unit.drill.evidence import Trace, digest, judged
 
 STEPS, KILL_STEP, GROWN_AT, LOST = 12, 5, 9, 2
 COMMAND = "--stages 1 --replicas 4 --steps 12 --checkpoint-every 5 --microbatches 4 --strategy shrink"
@@ -236,15 +236,13 @@ def test_what_is_dropped_is_held_against_a_calculation(
         twin_digests={f"rank{r}-v{v}": told(v, full_world) for r in range(4) for v in range(STEPS + 1)},
         calculated=right,
     )
-    result = report.build(asked, found)
-    assert result["verdict"] == verdict, result["reason"]
+    result = judged(asked, found, verdict)
     assert result["exact"] is False
     assert result["bitwise_equal"] is False
     if verdict == PASS:
         assert "independent calculation" in result["reason"]
-        without = report.build(asked, replace(found, calculated={}))
-        assert without["verdict"] == INCONCLUSIVE
+        judged(asked, replace(found, calculated={}), INCONCLUSIVE)
         other = {version: {**digests, "optimizer": "other"} for version, digests in right.items()}
-        assert report.build(asked, replace(found, calculated=other))["verdict"] == FAIL
+        judged(asked, replace(found, calculated=other), FAIL)
     else:
         assert wrong(result) == {"digests at the end": False}
