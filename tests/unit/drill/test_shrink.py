@@ -1,7 +1,7 @@
 """Drills of the strategy "shrink": what can be asked for, and its verdict, with each piece of evidence broken once."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -163,8 +163,8 @@ DROP = "--lost-shard drop --allow-inexact"
 class FullWorld(Calculation):
     """Divides by the number of all origins."""
 
-    def divisor(self, origins: Sequence[int]) -> int:
-        return 4
+    def cut_step(self, step: int, buckets: Sequence[Mapping[str, Any]]) -> None:
+        super().cut_step(step, [{**bucket, "divisor": 4} for bucket in buckets])
 
 
 class Halved(Calculation):
