@@ -290,6 +290,9 @@ def run(
     log = logs.Log(name, logs.TEXT, logging.WARNING)
     try:
         arguments = parse()
+        file = arguments.address_file
+        if file is not None and not file.parent.is_dir():  # it is written last
+            raise UsageError(f"--address-file {file}: there is no directory {file.parent}")
         log = logs.from_arguments(name, arguments)
         log.start()
         end_process_on_uncaught(log.uncaught)

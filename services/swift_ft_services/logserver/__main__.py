@@ -73,8 +73,6 @@ def check(options: argparse.Namespace, engine: EngineConfig) -> None:
             f"--keep-days {options.keep_days:g} would drop jobs that live: give at least "
             f"{LIVES_S / 86400:.4f}, or leave it out to keep logs until they are dropped"
         )
-    if options.address_file is not None and not options.address_file.parent.is_dir():
-        raise UsageError(f"--address-file: there is no directory {options.address_file.parent}")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
