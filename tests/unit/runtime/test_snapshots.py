@@ -28,8 +28,10 @@ class Lost(RuntimeError):
 class World(LocalWire):
     """One rank's group of all."""
 
-    def __init__(self, network: Network, rank: int, barrier: threading.Barrier) -> None:
-        super().__init__(network, rank)
+    def __init__(
+        self, network: Network, rank: int, barrier: threading.Barrier, ended: threading.Event
+    ) -> None:
+        super().__init__(network, rank, ended=ended)
         self._barrier = barrier
         self.lost = False
 
@@ -67,8 +69,8 @@ class Member:
 
 class Job:
     def __init__(self) -> None:
-        network, self.barrier = Network(), threading.Barrier(RANKS)
-        self.worlds = [World(network, rank, self.barrier) for rank in range(RANKS)]
+        network, self.barrier, self.ended = Network(), threading.Barrier(RANKS), threading.Event()
+        self.worlds = [World(network, rank, self.barrier, self.ended) for rank in range(RANKS)]
         self.states: list[Any] = [State(rank) for rank in range(RANKS)]
         self.ranks = [self.fresh(rank) for rank in range(RANKS)]
         self.assignment = Assignment.told(num_stages=RANKS, stages={rank: [rank] for rank in range(RANKS)})
@@ -83,13 +85,15 @@ class Job:
         return Snapshots(site, cast(Any, None))
 
     def take(self, generation: int = 1) -> None:
+        def take(rank: Snapshots) -> None:
+            try:
+                rank.take_snapshot(generation, self.assignment, dict.fromkeys(range(RANKS), "a"))
+            except UsageError:
+                self.ended.set()
+                raise
+
         with ThreadPoolExecutor(RANKS) as threads:
-            ends = [
-                threads.submit(
-                    rank.take_snapshot, generation, self.assignment, dict.fromkeys(range(RANKS), "a")
-                )
-                for rank in self.ranks
-            ]
+            ends = [threads.submit(take, rank) for rank in self.ranks]
         if errors := [error for end in ends if (error := end.exception())]:
             raise min(errors, key=lambda error: not isinstance(error, UsageError))
 
