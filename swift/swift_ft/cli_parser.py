@@ -172,15 +172,19 @@ def write_json(path: Path | None, document: object) -> None:
 
 
 def write(path: Path | None, content: str) -> None:
-    """Writes a regular file atomically, and directly to anything else (/dev/stdout). Raises ServiceError if that
-    fails."""
+    """Writes a regular file atomically where that is possible, and directly to anything else: /dev/stdout, a link, a
+    file that is mounted by itself, a file in a folder without permission. Raises ServiceError if that fails."""
     if path is None:
         return
     try:
-        if path.exists() and not path.is_file():
-            path.write_text(content)
-        else:
-            write_whole(path, content, mode=None)
+        if not path.is_symlink() and (path.is_file() or not path.exists()):
+            try:
+                write_whole(path, content, mode=None)
+                return
+            except OSError:
+                if not path.is_file():
+                    raise
+        path.write_text(content)
     except OSError as error:
         raise ServiceError(f"cannot write {path}: {error.strerror}; give another place") from None
 

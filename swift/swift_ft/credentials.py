@@ -386,8 +386,9 @@ class _Channel(grpc.Channel):
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            for channel in self._channels:
-                channel.close()
+            channels = self._channels
+        for channel in channels:  # without the lock: gRPC waits for calls whose ends are counted under it
+            channel.close()
 
 
 class _Callable:

@@ -106,6 +106,10 @@ def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
             "--listen {port}: cannot listen there: the port is in use",
         ),
         (["--directory", "{free}", "--listen", "here"], "--listen 'here' is not HOST:PORT"),
+        (
+            ["--directory", "{free}", "--listen", "0.0.0.0:0"],
+            "--listen 0.0.0.0:0 is not loopback: give --tls-cert and --tls-key and --token-keys, or --insecure",
+        ),
         (["--directory", "{free}", "--log-servers", "a:1,b"], "--log-servers b: write HOST:PORT"),
         (["--directory", "{free}", "--log-servers", "a:1,a:1"], "the same address twice"),
         (["--directory", "{free}", "--heartbeat-s", "0"], "heartbeat of 0 s: choose"),

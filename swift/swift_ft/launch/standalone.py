@@ -32,6 +32,8 @@ END_S_MAX = 5.0
 LOCK_S = 2.0
 """Seconds that services of a launcher that was killed may take to end."""
 _LOOK_S = 0.02
+_PORTS_MIN = 1000
+"""Ports in which one is looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +73,20 @@ class Standalone:
 
 
 def free_port() -> int:
-    """Returns a free port of 127.0.0.1 that stays free while its server is away: outside of the range from which the
-    system gives ports to whoever asks for any."""
-    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    while True:
-        port = random.SystemRandom().randrange(10_000, max(low, 20_000))
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
+    """Returns a free port of 127.0.0.1 that stays free while its server is away: where there are such, one outside of
+    the range from which the system gives ports to whoever asks for any. Raises ServiceError if none is free."""
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    outside = [range(10_000, low), range(high + 1, 1 << 16)]
+    ports = next((ports for ports in outside if len(ports) >= _PORTS_MIN), range(10_000, 1 << 16))
+    why = ""
+    for port in random.SystemRandom().sample(ports, _PORTS_MIN):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+                return port
+            except OSError as error:
+                why = str(error.strerror)
+    raise ServiceError(f"no port of 127.0.0.1 is free: {why}")
 
 
 def _locks(lock: int) -> bool:

@@ -1,6 +1,8 @@
 """What all benchmarks share: the JSON is refused early or written whole."""
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,35 @@ def test_a_result_is_written_whole(tmp_path: Path) -> None:
     write_json(None, {"a": 1})
     with pytest.raises(ServiceError, match="cannot write"):
         write_json(tmp_path / "gone" / "result.json", {})
+
+
+def test_a_link_is_written_through(tmp_path: Path) -> None:
+    """So is /dev/fd/N, which is one."""
+    link, descriptor = tmp_path / "link.json", os.open(tmp_path / "there.json", os.O_RDWR | os.O_CREAT)
+    try:
+        link.symlink_to(tmp_path / "there.json")
+        for n, path in enumerate((link, Path(f"/dev/fd/{descriptor}"))):
+            write_json(path, {"a": n})
+            assert json.loads((tmp_path / "there.json").read_text()) == {"a": n}
+        assert link.is_symlink()
+    finally:
+        os.close(descriptor)
+
+
+def test_a_file_whose_place_cannot_be_taken_is_written_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is mounted by itself, or in a folder without permission."""
+    (tmp_path / "result.json").write_text("old")
+
+    def busy(self: Path, target: Path) -> Path:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    monkeypatch.setattr(Path, "replace", busy)
+    write_json(tmp_path / "result.json", {"a": 1})
+    assert json.loads((tmp_path / "result.json").read_text()) == {"a": 1}
+    with pytest.raises(ServiceError, match="busy; give another place"):
+        write_json(tmp_path / "new.json", {"a": 1})
 
 
 def test_a_machine_in_words() -> None:

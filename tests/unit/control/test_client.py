@@ -15,6 +15,7 @@ from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft._pb import coordinator_pb2_grpc as pb_grpc
 from swift_ft.coordinator_client import CoordinatorClient, make_member, newer
 from swift_ft.coordinator_messages import whole
+from swift_ft.credentials import open_channel
 from swift_ft.errors import AccessDenied, Fenced, JoinRefused, ServiceError, UnknownJob, UsageError
 from swift_ft.launch.standalone import free_port
 from tests.patience import eventually
@@ -208,6 +209,17 @@ def test_of_several_coordinators_the_one_that_serves_is_found(served: Served) ->
             watcher.wait_for(lambda v: v.generation == 3, 5)
     finally:
         other.stop()
+
+
+def test_a_channel_to_several_coordinators_is_closed_while_calls_are_under_way(served: Served) -> None:
+    channel = open_channel(f"{served.address},127.0.0.1:{free_port()}")
+    stub = pb_grpc.CoordinatorStub(channel)
+    streams = [stub.Watch(pb.WatchRequest(job="j")) for _ in range(4)]
+    closing = threading.Thread(target=channel.close, daemon=True)
+    closing.start()
+    closing.join(10.0)
+    assert not closing.is_alive()
+    assert {stream.code() for stream in streams} == {grpc.StatusCode.CANCELLED}
 
 
 @pytest.mark.parametrize("asks", ["a call", "a watcher"])

@@ -122,6 +122,11 @@ def test_codes_of_element_types_do_not_change() -> None:
     assert names == " ".join(DTYPES_BY_CODE.split())
 
 
+def test_numbers_of_codecs_do_not_change() -> None:
+    """The golden frames are stored without bitshuffle."""
+    assert CODECS == {"none": 0, "lz4": 1, "bitshuffle": 2}
+
+
 def test_digest_tells_type_and_shape_apart() -> None:
     body = bytes(24)
     digests = {
@@ -181,6 +186,17 @@ def test_fault_19_shape_that_overflows_and_negative_dimension() -> None:
     nine_dimensions = resealed(frame, 74, "<B", 9)
     with pytest.raises(RecordCorrupt, match="9 dimensions"):
         decode_header(nine_dimensions)
+
+
+def test_fault_21_a_body_is_as_long_as_its_header_says() -> None:
+    header, frame = make_frame(bytes(1 << 20), codec=CODEC_LZ4)
+    stored = memoryview(frame)[header.header_bytes :]
+    with pytest.raises(RecordInvalid, match="cannot hold"):  # a ratio that lz4 does not have
+        decode_header(encode_header(replace(header, raw_bytes=1 << 27, shape=(1 << 27,))))
+    for claimed in (1 << 19, (1 << 20) + 1):  # less and more than it gives
+        liar = replace(header, raw_bytes=claimed, shape=(claimed,))
+        with pytest.raises(RecordCorrupt, match="lz4"):
+            decode_record(decode_header(encode_header(liar)), stored)
 
 
 def test_fault_42_unknown_version_codec_type_and_reserved_bytes() -> None:
