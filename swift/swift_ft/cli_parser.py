@@ -1,6 +1,7 @@
 """Command line parser of all programs: help begins with a description, errors are one line with exit code 2."""
 
 import argparse
+import errno
 import importlib
 import importlib.util
 import ipaddress
@@ -9,6 +10,7 @@ import math
 import os
 import re
 import select
+import stat
 import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -171,18 +173,26 @@ def write_json(path: Path | None, document: object) -> None:
     write(path, json.dumps(document, indent=2) + "\n")
 
 
+_CANNOT_REPLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
+
+
 def write(path: Path | None, content: str) -> None:
-    """Writes a regular file atomically where that is possible, and directly to anything else: /dev/stdout, a link, a
-    file that is mounted by itself, a file in a folder without permission. Raises ServiceError if that fails."""
+    """Writes a regular file atomically where it can be replaced, and keeps its mode and owner; writes directly to
+    anything else: /dev/stdout, a link, a file that is mounted by itself, a file in a folder without permission. Raises
+    ServiceError if that fails."""
     if path is None:
         return
     try:
         if not path.is_symlink() and (path.is_file() or not path.exists()):
+            there = path.stat() if path.exists() else None
             try:
-                write_whole(path, content, mode=None)
+                if there is None:
+                    write_whole(path, content, mode=None)
+                else:
+                    write_whole(path, content, stat.S_IMODE(there.st_mode), (there.st_uid, there.st_gid))
                 return
-            except OSError:
-                if not path.is_file():
+            except OSError as error:
+                if there is None or error.errno not in _CANNOT_REPLACE:
                     raise
         path.write_text(content)
     except OSError as error:

@@ -17,7 +17,9 @@ from swift_ft.comm.worker_thread import Runner, Task
 from swift_ft.device import Event, accelerator_in_use
 
 _SMALL_BYTES = 4096  # below, one exchange of everything is faster than two of parts
-_POOLED_MAX = 64  # buffers of different sizes that are kept: a trainer's sizes may differ in every step
+_POOLED_MAX = (
+    1024  # buffers of different sizes that are kept: more than a model has; but sizes may differ in each step
+)
 
 
 class Message(Pending, Protocol):

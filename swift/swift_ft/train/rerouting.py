@@ -419,7 +419,7 @@ class Rerouting(Adoption):
         theirs = summed(self._data, stages, rows, mine, torch_private.schedule_grad_scale(self._schedule))
         if not here:
             left = in_torchs_way._replace(gradients=theirs)
-        told = self._site.world.gathered_texts(trial_difference(stages, in_torchs_way, left))
+        told = self._site.world.gathered_texts(trial_difference(stages, in_torchs_way, left)[:200])
         events.emit(
             "vacancies_tried",
             rank=self._slot,

@@ -60,6 +60,25 @@ def test_a_file_whose_place_cannot_be_taken_is_written_where_it_is(
         write_json(tmp_path / "new.json", {"a": 1})
 
 
+def test_a_full_disk_leaves_the_earlier_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "result.json").write_text("old")
+
+    def full(self: Path, target: Path) -> Path:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(ServiceError, match="No space left on device; give another place"):
+        write_json(tmp_path / "result.json", {"a": 1})
+    assert (tmp_path / "result.json").read_text() == "old"
+
+
+def test_a_result_that_is_replaced_keeps_its_mode(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    path.touch(0o600)
+    write_json(path, {"a": 1})
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
 def test_a_machine_in_words() -> None:
     words = output.machine()
     assert "cores (" in words

@@ -490,6 +490,21 @@ def test_a_successor_claims_nothing_of_a_log_that_was_given_up() -> None:
     os.close(wake)
 
 
+def test_forgotten_keys_are_sent_and_the_server_answers(server: InProcess) -> None:
+    """No trainer writes below what it has forgotten: the server has the key, and refuses a second record of it."""
+    with writing(server) as writer:
+        for step in (1, 2):
+            put(writer, step)
+        writer.flush(TIMEOUT_S)
+        writer.forget_below(2)
+        put(writer, 2)
+        writer.flush(TIMEOUT_S)
+        assert writer.stats.verified == 1
+        put(writer, 1)
+        with pytest.raises(SequenceConflict, match="is record 0 already"):
+            writer.flush(TIMEOUT_S)
+
+
 @pytest.mark.parametrize("at_once", [False, True])
 def test_a_sidecar_that_cannot_live_is_said_in_one_line(
     at_once: bool, monkeypatch: pytest.MonkeyPatch

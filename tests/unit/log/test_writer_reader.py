@@ -24,7 +24,7 @@ from swift_ft.log.reader import LogReader, never
 from swift_ft.log.record import digest_of
 from swift_ft_services.logserver.storage import DirectoryStorage
 from tests.log_client import LogWriter, Writer
-from tests.unit.log.clients import TIMEOUT_S, following, key, put, reading, writing
+from tests.unit.log.clients import TIMEOUT_S, following, key, put, reading, value_of, writing
 from tests.unit.log.service import JOB, InProcess, eventually
 
 
@@ -135,6 +135,23 @@ def test_missing_cancelled_closed(server: InProcess) -> None:
         cursor.close()
         with pytest.raises(LogUnavailable, match="closed"):
             cursor.get(key(0), TIMEOUT_S, never)
+
+
+def test_following_a_stream_that_is_being_written(server: InProcess) -> None:
+    with reading(server) as reader, following(reader, "s0.F", 2) as cursor, writing(server) as writer:
+        got = []
+
+        def consume() -> None:
+            for step in range(2, 30):
+                got.append(value_of(cursor.get(key(step), TIMEOUT_S, never).body))
+
+        thread = threading.Thread(target=consume)
+        thread.start()
+        for step in range(30):
+            put(writer, step)
+            time.sleep(0.002)
+        thread.join(TIMEOUT_S)
+        assert got == [step * 100 for step in range(2, 30)]
 
 
 def test_prefetch_is_bounded_but_never_deadlocks(server: InProcess) -> None:

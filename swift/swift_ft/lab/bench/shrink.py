@@ -88,8 +88,11 @@ def _kills(found: Rounds, out: Path, command: list[str], members: int, **environ
                     f"bench shrink: {' '.join(command[:3])} did not come to its end\n{process.tail()}"
                 )
             time.sleep(0.02)
+        until = time.monotonic() + END_S  # mpiexec may hang where a member was lost
+        while process.poll() is None and time.monotonic() < until:
+            time.sleep(0.02)
     finally:
-        process.stop(END_S)  # mpiexec may hang where a member was lost
+        process.stop(END_S)
     for size in range(LEFT_MIN + 1, members + 1):
         killed = json.loads((out / f"{size}-killed.json").read_text())["killed"]
         told = [json.loads((out / f"{size}-{rank}.json").read_text()) for rank in range(size - 1)]
