@@ -342,6 +342,18 @@ def test_leaving_early_fails_the_job(start: Start, coordinator: ScriptedCoordina
     assert "rank 1: exit code 0 before the job was finished" in stderr
 
 
+def test_leaving_before_it_has_joined_fails_the_job(start: Start, coordinator: ScriptedCoordinator) -> None:
+    """Nobody fences a process that holds no rank, and the others would wait for it."""
+    coordinator.publish(state=pb.FORMING, generation=1)
+    launch = start("--nproc-per-node=2")
+    launch.rank(0)
+    launch.rank(1)
+    launch.go(1)
+    code, stderr = launch.wait()
+    assert code == 1
+    assert "rank 1: exit code 0 before the job was finished" in stderr
+
+
 @pytest.mark.parametrize(
     "away", [pytest.param(False, id="answers", marks=pytest.mark.matrix), pytest.param(True, id="away")]
 )

@@ -137,6 +137,21 @@ def test_missing_cancelled_closed(server: InProcess) -> None:
             cursor.get(key(0), TIMEOUT_S, never)
 
 
+def test_a_link_knows_its_pace_after_some_records(server: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swift_ft.log.sender_core.LinkMeter.WINDOW_S", 0.0)
+    with writing(server) as writer:
+        (link,) = writer.sending.links.values()
+        assert link.pace() is None
+        put(writer, 0)
+        writer.flush(TIMEOUT_S)
+        pace = link.pace()
+        assert pace is not None
+        assert pace > 0
+        put(writer, 1)
+        writer.flush(TIMEOUT_S)
+        assert link.pace() != pace  # it was idle in between, and counts again
+
+
 def test_following_a_stream_that_is_being_written(server: InProcess) -> None:
     with reading(server) as reader, following(reader, "s0.F", 2) as cursor, writing(server) as writer:
         got = []
