@@ -122,8 +122,9 @@ def test_where_a_job_is_started_again(kinds: Sequence[str], tmp_path: Path) -> N
 def test_what_is_done_again_is_logged_and_can_be_replayed(tmp_path: Path) -> None:
     """The log was trimmed for the checkpoint that is damaged: it takes the steps before that one again."""
     lost = lost_at(0)
-    dies_again = {"rank": 0, "step": lost - EVERY, "what": "kill", "behind": 0}
-    mishaps = [{"rank": 0, "step": lost, "what": "die when told"}, dies_again]
+    # Both in the backward: by then the other rank has ended the step before.
+    dies_again = {"rank": 0, "step": lost - EVERY, "at": "backward", "what": "kill", "behind": 0}
+    mishaps = [{"rank": 0, "step": lost, "at": "backward", "what": "die when told"}, dies_again]
     with Again(tmp_path / "damaged") as job, damaging(job, FEW[:1]):
         assert job.unlucky(lost + 1, *mishaps, every=EVERY) == 0, job.said
         plans = [(event["target_version"], event["ranks"][0]["strategy"]) for event in job.events("plan")]
