@@ -18,9 +18,12 @@ from tests.integration.coordinator_world import Job, finish, recovered
 from tests.integration.logserver_world import REPOSITORY
 from tests.patience import eventually
 
+LEASE_S = 4.0
+"""Longer than members, which are threads here, wait for a processor."""
+
 
 def test_a_silent_member_is_fenced_and_a_zombie_is_told(job: Job) -> None:
-    job.coordinator("--heartbeat-s", "0.2", "--lease-s", "1.2")
+    job.coordinator("--heartbeat-s", "0.2", "--lease-s", str(LEASE_S))
     members = job.form()
     zombie = members[1]
     zombie.silent.set()  # it trains and watches, but its lease is not renewed
@@ -34,11 +37,11 @@ def test_a_silent_member_is_fenced_and_a_zombie_is_told(job: Job) -> None:
 
 
 def test_nobody_is_blamed_for_the_coordinator_s_own_silence(job: Job) -> None:
-    coordinator = job.coordinator("--heartbeat-s", "0.2", "--lease-s", "1.2")
+    coordinator = job.coordinator("--heartbeat-s", "0.2", "--lease-s", str(LEASE_S))
     members = job.form()
     assert coordinator.process is not None
     coordinator.process.send_signal(signal.SIGSTOP)
-    time.sleep(2.0)  # two leases
+    time.sleep(1.5 * LEASE_S)
     coordinator.process.send_signal(signal.SIGCONT)
     time.sleep(0.5)
     with CoordinatorClient(coordinator.address, "a") as client:
