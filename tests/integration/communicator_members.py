@@ -79,6 +79,7 @@ def err_any(communicator: Communicator, seen: Seen) -> None:
         return
     heard, lost = [], []
     for other, group in pairs.items():
+        message = torch.zeros(1)  # a receive that a loss has ended may still write into its own
         try:
             for number in range(5):
                 dist.recv(message, group=group, group_src=0 if rank else 1)
