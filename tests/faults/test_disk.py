@@ -86,7 +86,7 @@ def test_f23_full_disk_goes_back_to_the_record_boundary_and_still_reads_and_trim
         with pytest.raises(LogUnavailable, match="no space left"):
             writer.flush(TIMEOUT_S)
         assert not server.serving()
-        assert server.said("disk_full")
+        eventually(lambda: server.said("disk_full"), "the event is written")  # after the refusal
         held = server.inventory().durable_sequence
         assert 100 < held < count
         with reading(server.address) as reader:
@@ -158,7 +158,7 @@ def test_f24_failed_fsync_is_never_tried_again_and_closes_the_server(faulty: Ser
     assert call.acked.get(STREAM, 0) <= 1  # the record was never acknowledged
     assert failing.hits == 1
     closed(faulty, "a sync failed")  # although the next sync would do
-    assert faulty.said("storage_failed")
+    eventually(lambda: faulty.said("storage_failed"), "the event is written")  # after the refusal
     replies = list(faulty.stub.Read(log_pb2.ReadRequest(job=JOB, stream=STREAM), timeout=TIMEOUT_S))
     assert b"".join(reply.frames for reply in replies) == frame_of(0)[1]
     assert faulty.stop() == 0
