@@ -94,10 +94,13 @@ class _Lost(Exception):
 class _Question:
     """Asked of every log server until all have answered, or a newer one of its kind replaces it."""
 
-    def __init__(self, kind: str, number: int, calls: dict[str, tuple[str | Call, ...]]) -> None:
-        """``calls``: to each server, one after the other."""
+    def __init__(
+        self, kind: str, number: int, calls: dict[str, tuple[str | Call, ...]], below_step: int
+    ) -> None:
+        """``number``: of the generation. ``calls``: to each server, one after the other."""
         self.kind = kind
         self.number = number
+        self.below_step = below_step
         self.calls = calls
         self.open = set(calls)
         self.answers: dict[str, list[StreamSummary]] = {}
@@ -243,7 +246,7 @@ class Coordinator(Process):
                     self._ask("reset", effect.generation)
                 case m.TrimLogs():
                     self.world.checkers.trim_asked(effect.below_step, self.world.history)
-                    self._ask("trim", effect.below_step)
+                    self._ask("trim", effect.generation, effect.below_step)
                 case m.Emit():
                     self.kernel.count(f"coordinator: {effect.event}")
                     if effect.event == "state":
@@ -259,14 +262,14 @@ class Coordinator(Process):
 
     # -- questions to log servers -----------------------------------------------------------------------
 
-    def _ask(self, kind: str, number: int) -> None:
+    def _ask(self, kind: str, number: int, below_step: int = 0) -> None:
         assert self.job is not None
         calls: dict[str, tuple[str | Call, ...]] = dict.fromkeys(self.job.row.addresses(), (kind,))
         if kind == "fence":
             calls.update(log_placement.to_fence(self.job.row, self.job.places))
         elif kind == "reset":
             calls.update(log_placement.to_give_up(self.job.row))
-        question = self._questions[kind] = _Question(kind, number, calls)
+        question = self._questions[kind] = _Question(kind, number, calls, below_step)
         for name in calls:
             self._try(question, name)
 
@@ -326,7 +329,8 @@ class Coordinator(Process):
             held, now = call is Call.FENCE_HELD, self.kernel.now
             server.run(lambda: procedures.fence(state, JOB, number, now, held=held), done)
         elif call == "trim":
-            server.run(lambda: procedures.trim(state, state.core.known(JOB), number), done)
+            below = asked.question.below_step
+            server.run(lambda: procedures.trim(state, state.core.known(JOB), below, number), done)
         else:
             done(None, [summary_of(stream) for stream in server.reading.inventory(JOB).streams])
 
@@ -335,7 +339,9 @@ class Coordinator(Process):
         if asked.over or self._questions.get(question.kind) is not question:
             return
         asked.over = True
-        if refusal is not None and refusal.reason in (Reason.STALE_GENERATION, Reason.NOT_GRANTED):
+        if refusal is not None and question.kind == "trim":
+            self._failed(asked, refusal.message)
+        elif refusal is not None and refusal.reason in (Reason.STALE_GENERATION, Reason.NOT_GRANTED):
             del self._questions[question.kind]
             refused = m.LogsRefused(generation=question.number, reason=refusal.message, address=name)
             self._guarded(lambda: self._apply(refused))

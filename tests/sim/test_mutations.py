@@ -165,7 +165,7 @@ def test_a_trim_without_a_complete_checkpoint(mutation: pytest.MonkeyPatch) -> N
     def trims_early(self: Job) -> list[m.Effect]:
         if not self.row.shards:
             return []
-        return [m.TrimLogs(below_step=max(self.row.shards))]
+        return [m.TrimLogs(generation=self.row.generation, below_step=max(self.row.shards))]
 
     real = Job._checkpoint
     mutation.setattr(Job, "_checkpoint", lambda self, durable: [*real(self, durable), *trims_early(self)])

@@ -209,6 +209,9 @@ class ResetLogs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrimLogs:
+    """Drop what no recovery of this generation needs."""
+
+    generation: int
     below_step: int
 
 

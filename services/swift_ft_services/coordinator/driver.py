@@ -1073,7 +1073,7 @@ class Driver:
             case m.ResetLogs():
                 asks.ask(job, "reset", asks.reset(job, effect.generation))
             case m.TrimLogs():
-                asks.ask(job, "trim", asks.trim(job, effect.below_step))
+                asks.ask(job, "trim", asks.trim(job, effect.generation, effect.below_step))
 
     def _publish(self, row: JobRow) -> None:
         sharing = self._sharing.get(row.job)

@@ -300,7 +300,7 @@ class Job:
         """Trims only while RUNNING: a replay in progress must not lose its records."""
         if self.row.state is not State.RUNNING or not any(self.row.checkpoints):
             return []
-        return [m.TrimLogs(below_step=checkpoints.trim_below(self.row))]
+        return [m.TrimLogs(generation=self.row.generation, below_step=checkpoints.trim_below(self.row))]
 
     def _progress(self) -> list[m.Emit]:
         if not self.setbacks.made_progress():

@@ -41,9 +41,10 @@ class LogServers:
         earlier generation of the job."""
         return admin.fence(address, job, generation, self._timeout_s, held=held)
 
-    def trim(self, address: str, job: str, below_step: int, cold: str = "") -> None:
-        """`cold`: drops instead what a lost server has moved there."""
-        admin.trim(address, job, below_step, self._timeout_s, cold)
+    def trim(self, address: str, job: str, generation: int, below_step: int, cold: str = "") -> None:
+        """Trims under `generation`, which the server must hold. `cold`: drops instead what a lost server has moved
+        there. Raises StaleGeneration."""
+        admin.trim(address, job, below_step, self._timeout_s, cold, generation=generation)
 
     def reset(self, address: str, job: str, generation: int, number: int) -> str:
         """Drops every record of the job, once for each `number` of a generation, which the server must hold. Returns as
@@ -339,14 +340,14 @@ class Questions:
             for address in job.row.addresses():
                 group.create_task(one(address))
 
-    async def trim(self, job: Job, below_step: int) -> None:
+    async def trim(self, job: Job, generation: int, below_step: int) -> None:
         """Asks once. A server that does not answer is trimmed at the next checkpoint, or once it needs room
-        (`LogsPressed`): surplus records do no harm."""
+        (`LogsPressed`): surplus records do no harm. A call that comes late, behind a fence, is refused."""
         row, name = job.row, job.row.job
 
         async def one(address: str, cold: str = "") -> None:
             try:
-                await self._in_thread(lambda: self._logs.trim(address, name, below_step, cold))
+                await self._in_thread(lambda: self._logs.trim(address, name, generation, below_step, cold))
             except SwiftError as error:
                 events.emit("trim_failed", job=name, address=address, reason=str(error))
 

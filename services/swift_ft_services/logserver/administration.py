@@ -111,12 +111,12 @@ class Administration:
     def fence(self, job_name: str, generation: int, held: bool = False) -> None:
         self._carry_out(procedures.fence(self._state, job_name, generation, self._clock(), held=held))
 
-    def trim(self, job_name: str, below_step: int) -> int:
+    def trim(self, job_name: str, below_step: int, generation: int = 0) -> int:
         check_names(job_name)
         with self._changed:
             self._state.check_apart(job_name)
             job = self._state.core.jobs.get(job_name)
-        return self._trim(job, below_step) if job is not None else 0
+        return self._trim(job, below_step, generation) if job is not None else 0
 
     def trim_later(self, job: JobState) -> None:
         """Queues a waiting trim: a reader that may have held it up has ended."""
@@ -128,8 +128,8 @@ class Administration:
         except Refused as refused:
             events.emit("trim_failed", job=job.name, reason=str(refused))
 
-    def _trim(self, job: JobState, below_step: int) -> int:
-        return self._carry_out(procedures.trim(self._state, job, below_step))
+    def _trim(self, job: JobState, below_step: int, generation: int = 0) -> int:
+        return self._carry_out(procedures.trim(self._state, job, below_step, generation))
 
     def reset(self, job_name: str, generation: int, number: int) -> None:
         self._carry_out(procedures.reset(self._state, job_name, generation, number))

@@ -101,11 +101,14 @@ def fence(
     yield Notice("fence", {"job": job_name, "generation": generation})
 
 
-def trim(state: ServerState, job: JobState, below_step: int) -> Procedure[int]:
-    """Trims, and returns the step below which everything is durably trimmed. Raises Refused for a step out of range."""
+def trim(state: ServerState, job: JobState, below_step: int, generation: int = 0) -> Procedure[int]:
+    """Trims, and returns the step below which everything is durably trimmed. ``generation``: in which it was asked for;
+    0: any. Raises Refused for another one than the granted one, and for a step out of range."""
     if state.core.jobs.get(job.name) is not job:
         return job.trimmed_below_step  # dropped meanwhile
     check_number("step", below_step, STEP_MAX)
+    if generation:  # a late request would trim steps that have come again since a reset
+        state.core.check_generation(job, generation)
     if state.core.begin_trim(job, below_step):
         yield from _sweep(state, job)
         state.space.recount(state.core)

@@ -134,7 +134,7 @@ class LogServicer:
         if request.cold:
             self._lost().drop(request.job, request.cold)
             return log_pb2.TrimReply(trimmed_below_step=request.below_step)
-        trimmed = self.engine.administration.trim(request.job, request.below_step)
+        trimmed = self.engine.administration.trim(request.job, request.below_step, request.generation)
         return log_pb2.TrimReply(trimmed_below_step=trimmed)
 
     def reset(self, request: log_pb2.ResetRequest) -> log_pb2.ResetReply:

@@ -622,20 +622,24 @@ class TrimRequest(_message.Message):
     JOB_FIELD_NUMBER: _builtins.int
     BELOW_STEP_FIELD_NUMBER: _builtins.int
     COLD_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     below_step: _builtins.int
     cold: _builtins.str
     """not empty: drops all that a lost server has moved there"""
+    generation: _builtins.int
+    """refused if another one is granted: a reset may have come since. 0: any"""
     def __init__(
         self,
         *,
         job: _builtins.str = ...,
         below_step: _builtins.int = ...,
         cold: _builtins.str = ...,
+        generation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["below_step", b"below_step", "cold", b"cold", "job", b"job"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["below_step", b"below_step", "cold", b"cold", "generation", b"generation", "job", b"job"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

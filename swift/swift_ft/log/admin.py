@@ -32,12 +32,15 @@ def fence(address: str, job: str, generation: int, timeout_s: float, *, held: bo
         return str(stub.Fence(request, timeout=timeout_s, wait_for_ready=True).cold)
 
 
-def trim(address: str, job: str, below_step: int, timeout_s: float, cold: str = "") -> int:
+def trim(
+    address: str, job: str, below_step: int, timeout_s: float, cold: str = "", *, generation: int = 0
+) -> int:
     """Drops the steps below ``below_step``. Returns the step below which everything is dropped now. It is lower than
     requested while a reader uses older steps; the server continues once those readers are done. ``cold``: drops instead
-    what a lost server has moved there."""
+    what a lost server has moved there. ``generation``: raises StaleGeneration if a newer one is granted: after a reset
+    the same steps may have come again. 0: trims whatever is granted."""
     with _stub(address) as stub:
-        request = log_pb2.TrimRequest(job=job, below_step=below_step, cold=cold)
+        request = log_pb2.TrimRequest(job=job, below_step=below_step, cold=cold, generation=generation)
         reply = stub.Trim(request, timeout=timeout_s, wait_for_ready=True)
         return int(reply.trimmed_below_step)
 

@@ -59,7 +59,7 @@ class FakeLogs(LogServers):
         self.forgotten.discard(address)
         return self.cold.get(address, "")
 
-    def trim(self, address: str, job: str, below_step: int, cold: str = "") -> None:
+    def trim(self, address: str, job: str, generation: int, below_step: int, cold: str = "") -> None:
         self._called("trim", address, job, below_step, *filter(None, [cold]))
 
     def reset(self, address: str, job: str, generation: int, number: int) -> str:

@@ -181,8 +181,8 @@ async def test_a_trim_ends_before_a_reset(logs: FakeLogs, store: MemoryStore) ->
     """All may have gone back to a checkpoint before the one that it was for."""
     answers = threading.Event()
 
-    def trim(address: str, job: str, below_step: int, cold: str = "") -> None:
-        logs.calls.append(("trim", address, job, below_step))
+    def trim(address: str, job: str, generation: int, below_step: int, cold: str = "") -> None:
+        logs.calls.append(("trim", address, job, below_step, generation))
         answers.wait(10)
 
     driver = await driver_of(logs, store)
@@ -190,7 +190,7 @@ async def test_a_trim_ends_before_a_reset(logs: FakeLogs, store: MemoryStore) ->
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logs, "trim", trim)
         await driver.apply("j", pb.CheckpointRequest(**sender(), version=5, generation=0))
-        await until(lambda: ("trim", "l0", "j", 5) in logs.calls)
+        await until(lambda: ("trim", "l0", "j", 5, 1) in logs.calls)  # behind a fence a server refuses it
         await lose_rank_0(driver)
         await view_with(driver, lambda view: view.state == pb.PLANNING)
         assert driver._questions.under_way("j", "trim"), "it is not answered"

@@ -334,9 +334,9 @@ async def test_what_a_lost_server_has_moved_is_read_by_another_one_until_a_check
 
     # A checkpoint of version 6 covers all of it.
     assert not [call for call in logs.calls if call[0] == "trim" and call[-1] == f"cold{first}"]
-    await driver._questions.trim(job, 2)
+    await driver._questions.trim(job, job.row.generation, 2)
     assert not [call for call in logs.calls if call[0] == "trim" and call[-1] == f"cold{first}"]
-    await driver._questions.trim(job, 3)
+    await driver._questions.trim(job, job.row.generation, 3)
     assert ("trim", other, "j", 3, f"cold{first}") in logs.calls
 
 

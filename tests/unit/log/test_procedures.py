@@ -139,6 +139,23 @@ def test_behind_a_reset_steps_that_were_trimmed_may_come_again() -> None:
     assert (job.trimmed_below_step, job.trim_recorded) == (2, 2)
 
 
+def test_a_trim_that_comes_late_drops_nothing_that_has_come_since_a_reset() -> None:
+    """All ranks have gone back to an older checkpoint, because that of the trim could not be loaded."""
+    state = started(MemoryStorage())
+    carry_out(state, procedures.fence(state, JOB, 1, 0.0))
+    append(state, 0)
+    job = state.core.job(JOB)
+    late = procedures.trim(state, job, 3, 1)  # it waits until nothing else changes the job
+    carry_out(state, procedures.fence(state, JOB, 2, 0.0))
+    carry_out(state, procedures.reset(state, JOB, 2))
+    with pytest.raises(Refused) as refused:
+        carry_out(state, late)
+    assert refused.value.refusal.reason is Reason.STALE_GENERATION
+    state.core.check_readable(job, 0)
+    carry_out(state, procedures.trim(state, job, 1, 2))
+    assert job.trimmed_below_step == 1
+
+
 def test_a_reset_that_was_not_recorded_is_carried_out_again() -> None:
     state = started(MemoryStorage())
     carry_out(state, procedures.fence(state, JOB, 1, 0.0))
