@@ -84,13 +84,14 @@ def exit_code_of(pid: int) -> int | None:
 # Whether the kernel has killed a rank because memory ran out.
 
 _MESSAGE = re.compile(r"[^;]*;.*[Oo]ut of memory.*: Killed process (?P<pid>\d+) ")
-_COUNTER = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
+_COUNTERS = re.compile(r"^(oom|oom_kill) (\d+)$", re.MULTILINE)
 _RECORD_BYTES = 8192
 
 
 class MemoryKills:
     """The kills of one machine for lack of memory since the launcher's start: by the kernel's messages, and by the
-    counter of a cgroup (version 2)."""
+    counters of a cgroup (version 2). `oom_kill` counts processes of the cgroup, whoever had no memory left; `oom` how
+    often the cgroup's own limit was the reason."""
 
     def __init__(
         self,
@@ -98,9 +99,9 @@ class MemoryKills:
         own: Path = Path("/proc/self/cgroup"),
         kernel: Path = Path("/dev/kmsg"),
     ) -> None:
-        """Reads the counter, and leaves out the kernel's messages so far. `own`: names this process's cgroups."""
-        self._counter = _counter_of(cgroups, own)
-        self._seen = self._count()
+        """Reads the counters, and leaves out the kernel's messages so far. `own`: names this process's cgroups."""
+        self._counters = _counters_of(cgroups, own)
+        self._limit_reached, self._killed = self._count()
         self._messages = -1
         self._named = set[int]()
         """Processes that were named since, and not asked for."""
@@ -113,9 +114,15 @@ class MemoryKills:
         self._read_messages()
         named = pid in self._named
         self._named.discard(pid)
-        if self._counter is not None and self._count() > self._seen:  # a limit of the ranks' common cgroup
-            self._seen += 1
-            return f"out of memory: the cgroup {self._counter.parent} has reached its limit{self._limit()}"
+        limit_reached, killed = self._count()
+        if self._counters is not None and killed > self._killed:
+            self._killed += 1
+            group, at_limit = self._counters.parent, limit_reached > self._limit_reached
+            if self._killed == killed:  # until then others were killed at the same time
+                self._limit_reached = limit_reached
+            if at_limit:
+                return f"out of memory: the cgroup {group} has reached its limit{self._limit()}"
+            return f"out of memory: the machine has none left, or a group around the cgroup {group}"
         return "out of memory: the kernel's messages (dmesg) name it" if named else ""
 
     def _read_messages(self) -> None:
@@ -130,25 +137,28 @@ class MemoryKills:
             with suppress(BrokenPipeError):  # the next ones were overwritten before they were read
                 return os.read(self._messages, _RECORD_BYTES).decode(errors="replace")
 
-    def _count(self) -> int:
+    def _count(self) -> tuple[int, int]:
+        """Returns how often the cgroup's limit has left a process without memory, and how many of its processes were
+        killed for lack of memory."""
         with suppress(OSError):
-            if self._counter is not None and (found := _COUNTER.search(self._counter.read_text())):
-                return int(found[1])
-        return 0
+            if self._counters is not None:
+                found = dict(_COUNTERS.findall(self._counters.read_text()))
+                return int(found.get("oom", 0)), int(found.get("oom_kill", 0))
+        return 0, 0
 
     def _limit(self) -> str:
         with suppress(OSError, ValueError):
-            assert self._counter is not None
-            return f" of {int((self._counter.parent / 'memory.max').read_text()) >> 20} MiB"
+            assert self._counters is not None
+            return f" of {int((self._counters.parent / 'memory.max').read_text()) >> 20} MiB"
         return ""
 
 
-def _counter_of(cgroups: Path, own: Path) -> Path | None:
-    """Returns the file with the number of memory kills in this process's cgroup; None if there is none to read."""
+def _counters_of(cgroups: Path, own: Path) -> Path | None:
+    """Returns the file with the counters of this process's cgroup; None if there is none to read."""
     with suppress(OSError):
         for line in own.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            counter = cgroups / path.lstrip("/") / "memory.events"
-            if not controllers and counter.is_file():
-                return counter
+            counters = cgroups / path.lstrip("/") / "memory.events"
+            if not controllers and counters.is_file():
+                return counters
     return None

@@ -23,28 +23,44 @@ def test_only_a_process_that_ends_has_an_exit_code() -> None:
 
 
 def group(directory: Path) -> tuple[Path, Path]:
-    """A cgroup with a limit; returns the file that names it, and that with its counter."""
+    """A cgroup with a limit; returns the file that names it, and that with its counters."""
     own, where = directory / "own", directory / "job"
     where.mkdir()
     own.write_text("1:name=systemd:/other\n0::/job\n")
     (where / "memory.max").write_text(f"{512 << 20}\n")
-    count(where / "memory.events", 3)
+    count(where / "memory.events", 10, 3)
     return own, where / "memory.events"
 
 
-def count(counter: Path, number: int) -> None:
-    counter.write_text(f"low 0\noom {number + 7}\noom_kill {number}\noom_group_kill 0\n")
+def count(counters: Path, limit_reached: int, killed: int) -> None:
+    counters.write_text(f"low 0\noom {limit_reached}\noom_kill {killed}\noom_group_kill 0\n")
 
 
 def test_a_kill_by_the_cgroups_limit_is_told_once_each(tmp_path: Path) -> None:
-    own, counter = group(tmp_path)
+    own, counters = group(tmp_path)
     kills = MemoryKills(tmp_path, own, NEITHER)
     assert kills.words(7) == "", "somebody has killed it"
-    count(counter, 4)
-    words = f"out of memory: the cgroup {counter.parent} has reached its limit of 512 MiB"
+    count(counters, 11, 4)
+    words = f"out of memory: the cgroup {counters.parent} has reached its limit of 512 MiB"
     assert kills.words(7) == words
     assert kills.words(8) == ""
     assert describe_exit(-9, words) == f"killed by SIGKILL ({words})"
+    count(counters, 12, 6)  # all of them at once (memory.oom.group)
+    assert kills.words(9) == kills.words(10) == words
+    assert kills.words(11) == ""
+
+
+def test_a_kill_that_was_not_for_the_cgroups_limit_does_not_name_it(tmp_path: Path) -> None:
+    own, counters = group(tmp_path)
+    kills = MemoryKills(tmp_path, own, NEITHER)
+    count(counters, 10, 4)
+    words = f"out of memory: the machine has none left, or a group around the cgroup {counters.parent}"
+    assert kills.words(7) == words
+    assert kills.words(8) == ""
+    count(counters, 11, 5)
+    assert "has reached its limit of 512 MiB" in kills.words(9)
+    count(counters, 11, 6)
+    assert kills.words(10) == words
 
 
 @pytest.mark.parametrize("kind", ["Out of memory", "Memory cgroup out of memory"])
