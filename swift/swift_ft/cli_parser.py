@@ -232,6 +232,7 @@ def command(run: Callable[..., int]) -> Callable[..., int]:
 def end_quietly(program: Callable[[], int]) -> int:
     """Runs a program of the command line and returns its exit code: 130 after Ctrl-C, and 141 once nobody reads what it
     prints, as a shell has them for SIGINT and SIGPIPE."""
+    _open_streams()
     try:
         try:
             return program()
@@ -253,6 +254,16 @@ def end_process(program: Callable[[], int]) -> NoReturn:
     within torch's C++ (a launcher's asks a TCPStore) for an unhandled exception there, and abort the process (SIGABRT)
     in place of its exit code."""
     os._exit(end_quietly(program))
+
+
+def _open_streams() -> None:
+    """Opens standard streams that are closed (``2>&-``), to nowhere. Otherwise the next file that this process or a
+    child of it opens gets the stream's number, and what a library says there goes into that file."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            os.set_inheritable(nowhere, True)
+            setattr(sys, name, os.fdopen(nowhere, mode))
 
 
 def _is_unread() -> bool:

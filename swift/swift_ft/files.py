@@ -56,15 +56,16 @@ def private(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 
-def make_directory(path: Path) -> list[Path]:
-    """Creates a directory and its missing parents with mode 0700. Returns those that were missing, the lowest first.
-    Raises OSError."""
+def make_directory(path: Path, *, durable: bool = False) -> None:
+    """Creates a directory and its missing parents with mode 0700. `durable`: they outlast a power cut. Raises
+    OSError."""
     missing = [directory for directory in (path, *path.parents) if not directory.exists()]
     for directory in reversed(missing):
         directory.mkdir(mode=0o700, exist_ok=True)
+        if durable:
+            sync_directory(directory.parent)
     if not path.is_dir():
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
-    return missing
 
 
 def sync_directory(path: Path) -> None:
@@ -77,10 +78,16 @@ def sync_directory(path: Path) -> None:
 
 
 def write_whole(
-    path: Path, data: str | bytes, mode: int | None = 0o600, owner: tuple[int, int] | None = None
+    path: Path,
+    data: str | bytes,
+    mode: int | None = 0o600,
+    owner: tuple[int, int] | None = None,
+    *,
+    durable: bool = False,
 ) -> None:
     """Writes a file atomically. Its mode is never wider than `mode` (None: as the umask says), its owner never another
-    one. A link is replaced, not followed. Raises OSError."""
+    one. A link is replaced, not followed. `durable`: a power cut leaves the file as it was, or whole. Raises
+    OSError."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     aside.unlink(missing_ok=True)  # left by a killed process
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -92,7 +99,12 @@ def write_whole(
             if owner is not None:
                 os.fchown(fd, *owner)
             file.write(data.encode() if isinstance(data, str) else data)
+            if durable:
+                file.flush()
+                os.fsync(fd)
         aside.replace(path)
+        if durable:
+            sync_directory(path.parent)
     except BaseException:
         aside.unlink(missing_ok=True)
         raise

@@ -26,6 +26,7 @@ from swift_ft._pb import coordinator_pb2_grpc as pb_grpc
 from swift_ft.cli_parser import Parser, argument, local_directory, metrics_address
 from swift_ft.credentials import ENV_CA, ENV_CERTIFICATE, ENV_INSECURE, ENV_KEY, Credentials
 from swift_ft.errors import ServiceError, UsageError
+from swift_ft.files import make_directory
 from swift_ft.log.placement import COPIES_MAX, machines, parse_server
 from swift_ft.text import one_line
 from swift_ft_services import program
@@ -289,7 +290,7 @@ def open_store(arguments: argparse.Namespace, address: Callable[[], str]) -> Met
 
 def open_directory(directory: Path) -> SqliteStore:
     try:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_directory(directory, durable=True)
     except OSError as error:
         raise UsageError(
             f"--directory {directory}: {error.strerror}; give one that can be read and written"

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Protocol
 
 from swift_ft.errors import ServiceError, UsageError
-from swift_ft.files import open_regular, sync_directory
+from swift_ft.files import make_directory, open_regular, sync_directory
 from swift_ft.log.directory import LOCK
 from swift_ft.log.memory import page_aligned
 from swift_ft.log.segment import BLOCK_BYTES
@@ -183,7 +183,7 @@ class RealDisk:
 
 def _take(directory: Path) -> int:
     try:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_directory(directory, durable=True)
         os.listdir(directory)
         fd = open_regular(directory / LOCK, os.O_RDWR | os.O_CREAT)
         os.fchmod(fd, 0o600)  # otherwise any user could lock it and keep the server from starting

@@ -241,6 +241,8 @@ class Sockets:
                 continue  # closed meanwhile
             with own:
                 try:
+                    if os.fstat(own.fileno()).st_ino != inode:
+                        continue  # closed meanwhile, and another one has its number
                     if own.family not in (socket.AF_INET, socket.AF_INET6):
                         continue
                     if own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):

@@ -194,7 +194,7 @@ class DirectoryPlace(Place):
         return self._directory.is_dir()
 
     def check(self, probe: str) -> None:
-        _make(self._directory)
+        make_directory(self._directory, durable=True)
         path = self._directory / probe
         os.close(os.open(path, _NEW, 0o600))
         path.unlink()
@@ -253,7 +253,7 @@ class DirectoryPlace(Place):
         if _is_linked(folder):
             raise ServiceError(f"{folder} is a link; nothing is written through it")
         try:
-            _make(folder)
+            make_directory(folder, durable=True)
             part.mkdir(mode=0o700)
             yield partial(_created, part)
             sync_directory(part)
@@ -301,9 +301,7 @@ class DirectoryPlace(Place):
         return former.is_dir()
 
     def mark(self, version: int, content: bytes) -> None:
-        path = self._mark(version)
-        write_whole(path, content)
-        sync_directory(path.parent)
+        write_whole(self._mark(version), content, durable=True)
 
     def marked(self, version: int) -> bytes | None:
         try:
@@ -322,12 +320,6 @@ class DirectoryPlace(Place):
 
     def _folder(self, version: int, rank: int) -> Path:
         return self._directory / shard_folder(version, rank)
-
-
-def _make(folder: Path) -> None:
-    """Creates the folder and its missing parents, durably."""
-    for path in make_directory(folder):
-        sync_directory(path.parent)
 
 
 def _is_linked(folder: Path) -> bool:

@@ -1,5 +1,6 @@
 """Which checkpoints a job without a coordinator's word may go on from."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,25 @@ def test_the_newest_marked_versions_are_found_with_what_they_depend_on(tmp_path:
     )
     assert place_of(own, "", 10) == str(own)
     assert place_of(own, "", 15) is None
+
+
+def test_a_mark_is_whole_after_a_power_cut_or_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.fsync
+    synced: list[str | bytes] = []
+
+    def noted(file: int) -> None:
+        path = Path(f"/proc/self/fd/{file}").readlink()
+        synced.append(path.name if path.is_dir() else path.read_bytes())
+        assert path.is_dir() == (tmp_path / "j" / version_folder(5) / MARK).exists(), (
+            "it has its name too soon"
+        )
+        real(file)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    path = mark(tmp_path / "j", 5)
+    assert synced == [path.read_bytes(), path.parent.name]
 
 
 @pytest.mark.parametrize("named", ["", "j"])

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -175,3 +176,28 @@ def test_a_thread_within_torch_does_not_change_how_the_process_ends() -> None:
         [sys.executable, "-c", ASKING], check=False, capture_output=True, text=True, timeout=60
     )
     assert (ended.returncode, ended.stdout) == (3, "all is well\n"), ended.stderr
+
+
+CLOSED = """\
+import os, subprocess, sys
+from swift_ft import cli, logs
+
+def said(_argv):
+    assert os.open(__file__, os.O_RDONLY) > 2
+    logs.Log("me", logs.TEXT, 0).fatal("to nobody")
+    print("to nobody", flush=True)
+    for number in range(3):
+        subprocess.run([sys.executable, "-c", f"import os; os.fstat({number})"], check=True)
+    return 7
+
+cli._main = said
+sys.exit(cli.main())
+"""
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_standard_streams_may_be_closed(closed: str, tmp_path: Path) -> None:
+    """And nothing that is opened later gets their numbers."""
+    (script := tmp_path / "closed.py").write_text(CLOSED)
+    words = ["sh", "-c", f'exec "$0" "$@" {closed}', sys.executable, str(script)]
+    assert subprocess.run(words, timeout=60, check=False).returncode == 7

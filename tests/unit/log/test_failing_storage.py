@@ -218,6 +218,22 @@ def test_a_drop_that_the_disk_refuses_leaves_the_job_whole(
     storage.close()
 
 
+def test_a_job_is_dropped_whole_after_an_error_of_what_notes_acknowledgements(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = on_disk(tmp_path / "data")
+    fill(storage, 0, 1)
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "pwrite", failing(errno.EIO))
+        fill(storage, 1, 2)  # nobody needs it
+    storage.drop(JOB)()
+    assert not [path for path in (tmp_path / "data").iterdir() if JOB in path.name]
+    storage.save(JOB, JobMeta(generation=1))  # a later job of that name
+    fill(storage, 0, 1)
+    assert frame_in(storage, STREAM, 0) == frame_of(0)[1]
+    storage.close()
+
+
 def test_a_drop_whose_sync_fails_closes_the_storage_and_leaves_what_can_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
