@@ -212,7 +212,7 @@ class ViewWatcher:
                 if known is None:  # a new stream begins with the whole View
                     self._stream.cancel()
                     return
-                self._take(known)
+                self._accept_view(known)
         except grpc.RpcError as error:
             code, details = outcome(error)
             self._problem = f"({details})"
@@ -221,7 +221,7 @@ class ViewWatcher:
         except ValueError:  # grpc's word for a closed channel
             self._closed.set()
 
-    def _take(self, view: pb.View) -> None:
+    def _accept_view(self, view: pb.View) -> None:
         with self._changed:
             if self._closed.is_set() or not newer(view, self.latest):
                 return

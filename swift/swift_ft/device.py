@@ -117,7 +117,7 @@ class Accelerator:
         """Lets the next update wait for an event of `copy_all_out`."""
         self._owed = copied
 
-    def settle_copies(self) -> None:
+    def wait_for_copies(self) -> None:
         """(before an update or another change of the state) Holds the current stream for the copies that are owed."""
         if self._owed is not None:
             self.hold(self._owed)
@@ -294,10 +294,10 @@ def facts() -> dict[str, str]:
     return {} if accelerator is None else accelerator.facts()
 
 
-def settle_copies() -> None:
-    """`Accelerator.settle_copies` of the device in use, if there is one."""
+def wait_for_copies() -> None:
+    """`Accelerator.wait_for_copies` of the device in use, if there is one."""
     if (accelerator := accelerator_in_use()) is not None:
-        accelerator.settle_copies()
+        accelerator.wait_for_copies()
 
 
 _POLL_S = 0.0001
@@ -381,7 +381,7 @@ def surely() -> bool:
 class Readings:
     """What the host wants to know of a step's tensors on a device, read at the step's one wait for the device.
 
-    (any part of the step) ``later``, ``then`` … (before the first update; at the step's end) ``settle``; ``drop``
+    (any part of the step) ``later``, ``then`` … (before the first update; at the step's end) ``read``; ``drop``
 
     What waits is answered in the order of the calls. `later` answers for a tensor of the host at once; who needs the
     order says so by `then`.
@@ -412,7 +412,7 @@ class Readings:
         else:
             use()
 
-    def settle(self) -> None:
+    def read(self) -> None:
         """Waits once for the device if something waits for it, or messages arrive there, and answers. Raises what an
         answer raises, and RuntimeError if a message is lost."""
         arrivals = self.arrivals()
@@ -429,11 +429,11 @@ class Readings:
         for use in waiting:
             use()
 
-    def settle_arrivals(self) -> None:
+    def read_arrivals(self) -> None:
         """Settles if messages arrive: what is applied next must be whole."""
         arrivals = self.arrivals()
         if arrivals is not None and arrivals.arriving() is not None:
-            self.settle()
+            self.read()
 
     def check_arrived(self) -> None:
         """Raises RuntimeError if an abort may have left garbage in what the host knows. Does not wait."""

@@ -270,7 +270,7 @@ class Log:
         before = root.level
         root.addHandler(handler)
         root.setLevel(self.level)
-        end = events.listen(self._heard)
+        end = events.listen(self._log_event)
 
         def stop() -> None:
             end()
@@ -279,7 +279,7 @@ class Log:
 
         return stop
 
-    def _heard(self, event: str, fields: Mapping[str, Any]) -> None:
+    def _log_event(self, event: str, fields: Mapping[str, Any]) -> None:
         self.say(event, level_of(event, fields), fields=fields)
 
     def uncaught(self, error: BaseException) -> None:

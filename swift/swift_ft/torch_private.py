@@ -266,10 +266,10 @@ def loss_function(schedule: Any) -> Any:
 
 def gradient_hooks(parameter: torch.nn.Parameter) -> bool:
     """Returns whether a hook sees or changes the parameter's gradients."""
-    return bool(parameter._backward_hooks) or told_of_sums(parameter)
+    return bool(parameter._backward_hooks) or has_sum_hooks(parameter)
 
 
-def told_of_sums(parameter: torch.nn.Parameter) -> bool:
+def has_sum_hooks(parameter: torch.nn.Parameter) -> bool:
     """Returns whether a hook sees or changes the gradient that autograd has accumulated."""
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
@@ -560,7 +560,7 @@ def start_workers_anew(loader: Any) -> None:
     loader._iterator = None
 
 
-def let_go() -> None:
+def undo_patches() -> None:
     """Undoes `make_iterators_by`, `carry_objects_by`, `split_by_new_groups` and `keep_reference`."""
     _references.clear()
     DataLoader.__iter__ = _iter  # type: ignore[method-assign]

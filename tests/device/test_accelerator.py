@@ -62,12 +62,12 @@ def test_readings_are_of_the_moment_they_are_asked_for_and_there_at_the_wait() -
         tensor.fill_(0)
     assert not torch.accelerator.current_stream().query()
     release_soon()
-    readings.settle()
+    readings.read()
     assert all(torch.equal(read[turn], numbers() * 2 ** (1 + turn)) for turn in range(3))
     readings.later(tensor, read.append)
     readings.drop()
     with no_waits():
-        readings.settle()
+        readings.read()
     assert len(read) == 4
 
 

@@ -312,7 +312,7 @@ def test_what_an_abort_has_left_is_not_logged_and_what_was_checked_before_is(kin
         release = hold(w.side)  # copies are late
         with no_waits():
             w.record(0, tensors[0])
-        readings.settle()
+        readings.read()
         release_training = hold()
         with no_waits():
             w.record(1, tensors[1])
@@ -338,7 +338,7 @@ def test_what_no_message_was_under_way_for_is_whole_whatever_is_aborted() -> Non
         tensor, cut.covered = there(), True
         release = hold(w.side)
         w.record(0, tensor)
-        readings.settle()
+        readings.read()
         cut.covered, cut.ended = False, True  # what arrives later is aborted
         release()
         w.capture.finish()
@@ -390,7 +390,7 @@ def test_a_writer_that_is_closed_waits_for_no_peer() -> None:
         w.capture._unpin = lambda: None
         with held_for_long():
             w.record(0, tensor)
-            pool.submit(w.capture.let_go).result(TIMEOUT_S)
+            pool.submit(w.capture.stop_writing).result(TIMEOUT_S)
         w.side.synchronize()
         unpin()
         w.writer._borrower = None

@@ -116,7 +116,7 @@ def test_a_step_looks_for_an_abort_once_its_messages_are_over() -> None:
     arrivals, readings, seen = _Aborted(), Readings(), list[float]()
     readings.arrivals = lambda: arrivals
     readings.later(torch.ones(1, device="simulated"), lambda read: seen.append(float(read)))
-    readings.settle()
+    readings.read()
     assert seen == [1.0]
     release = simulated.hold()
     readings.later(torch.ones(1, device="simulated"), lambda read: seen.append(float(read)))
@@ -129,6 +129,6 @@ def test_a_step_looks_for_an_abort_once_its_messages_are_over() -> None:
     watcher = threading.Thread(target=abort)
     watcher.start()
     with pytest.raises(Broken):
-        readings.settle()
+        readings.read()
     watcher.join()
     assert seen == [1.0]

@@ -194,7 +194,7 @@ def test_a_step_that_computes_with_garbage_is_not_applied() -> None:
         watcher = threading.Timer(0.2, m.abort)
         watcher.start()
         with contextlib.suppress(Broken):
-            readings.settle()
+            readings.read()
         watcher.join()
         assert not reads
         assert bytes(into.cpu()[:1].view(torch.uint8).tolist()) == bytes([GARBAGE]) * 4
@@ -207,12 +207,12 @@ def test_one_wait_covers_a_step_and_no_more() -> None:
         sent = m.first.send([there(1)], 1, 0)
         posted = m.second.recv([into], 0, 0)
         sent.wait()
-        readings.settle()
+        readings.read()
         assert m.fabrics[1].arriving() is not None  # the stream is not behind that message
         posted.wait()
-        readings.settle()
+        readings.read()
         with no_waits():
-            readings.settle()
+            readings.read()
         assert m.fabrics[1].arriving() is None
 
 
@@ -236,12 +236,12 @@ def test_one_wait_covers_a_collective_that_is_waited_for_by_a_future() -> None:
         readings.arrivals = lambda: m.fabrics[1]
         wait = reducing(m.second, tensors[1])
         eventually(lambda: m.fabrics[1].arriving() is not None)
-        readings.settle()
+        readings.read()
         assert m.fabrics[1].arriving() is not None  # its peer has yet to come
         reducing(m.first, tensors[0])()
         wait()
-        readings.settle()
+        readings.read()
         with no_waits():
-            readings.settle()
+            readings.read()
         assert m.fabrics[1].arriving() is None
         assert torch.equal(tensors[1].cpu(), values(1) + values(2))

@@ -10,7 +10,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from swift_ft.comm.backend import REPLICA_CHUNK
-from swift_ft.device import Accelerator, accelerator_in_use, accelerator_of, settle_copies
+from swift_ft.device import Accelerator, accelerator_in_use, accelerator_of, wait_for_copies
 from swift_ft.errors import ReplayRefused, ReplicaDiffers
 from swift_ft.log.record import Record, RecordKey
 from swift_ft.state.carried_gradients import WholeModule
@@ -80,7 +80,7 @@ def test_a_snapshot_is_of_its_moment(mistake: str) -> None:
         if not mistake.startswith("no wait"):
             state["statistics"].add_(1)  # the next step's forward
             computed = accelerator.current_stream().record_event()
-            settle_copies()
+            wait_for_copies()
         state["weight"].mul_(2)  # its update
         if mistake:
             passed(accelerator.current_stream().record_event() if mistake.startswith("no wait") else computed)
@@ -125,7 +125,7 @@ def test_computation_goes_on_until_the_update() -> None:
         snapshot = Snapshot(state, late=late)
         result = state["weight"] * 2
         done = torch.accelerator.current_stream().record_event()
-        settle_copies()
+        wait_for_copies()
         state["weight"].zero_()
         passed(done)
         assert not torch.accelerator.current_stream().query()
@@ -148,7 +148,7 @@ def test_a_checkpoint_is_written_without_a_wait() -> None:
                         lambda unsaved: pytest.fail(unsaved.reason),
                         late={state["weight"].data_ptr()},
                     )
-                    settle_copies()
+                    wait_for_copies()
                     state["weight"].add_(1)
                     assert version == 1 or not written.wait(0.1)
                 assert written.wait(20)

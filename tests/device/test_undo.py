@@ -58,7 +58,7 @@ def step_and_back(
         journal.apply(bucket)
     if counted:
         while journal._uncounted:
-            journal.settle()
+            journal.replace_copies()
     for parameter in parameters:
         parameter.grad = None
     assert journal.undo().exact
@@ -162,10 +162,10 @@ def test_codes_take_the_place_of_copies_once_the_device_has_come_so_far(
     with held(), no_waits():
         journal.begin(9)
         journal.apply_rest()
-        journal.settle()
+        journal.replace_copies()
         assert copied + codes <= kept() < copied + codes + 0.5
     torch.accelerator.synchronize()
-    journal.settle()
+    journal.replace_copies()
     assert codes <= kept() < codes + 0.3
     assert kept() - 0.05 < journal.extra_bytes / elements <= kept()
     journal.undo()
@@ -185,7 +185,7 @@ def test_copies_stay_where_too_much_does_not_fit(share: float) -> None:
     journal.begin(9)
     journal.apply_rest()
     torch.accelerator.synchronize()
-    journal.settle()
+    journal.replace_copies()
     records = list(journal._records.values())
     assert all(isinstance(record, CodedCopies) for record in records)
     assert all((record._copies is None) == (share < 0.1) for record in records)

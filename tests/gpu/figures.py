@@ -168,7 +168,7 @@ def undo(scale: Scale) -> Iterator[tuple[str, str]]:
             plain_s = took_s(plain.step)
             before = [parameter.detach().clone() for parameter in parameters]
             applied.append(took_s(lambda step=step: apply(step)) / plain_s)  # type: ignore[misc]
-            journal.settle()
+            journal.replace_copies()
             kept = journal.extra_bytes / scale.parameters
             taken_back.append(took_s(journal.undo) / plain_s)
             if not all(torch.equal(p, old) for p, old in zip(parameters, before, strict=True)):

@@ -195,6 +195,6 @@ def test_iterators_of_data_loaders_are_torchs_again() -> None:
     begin = torch_private.dataloader._BaseDataLoaderIter.__init__
     torch_private.make_iterators_by(lambda loader, make: iter(["the session's"]), lambda *_: None)
     assert list(DataLoader([1])) == ["the session's"]
-    torch_private.let_go()
+    torch_private.undo_patches()
     assert DataLoader.__iter__ is before
     assert torch_private.dataloader._BaseDataLoaderIter.__init__ is begin

@@ -373,12 +373,12 @@ def show_metrics(
 
     loop = asyncio.get_running_loop()
 
-    async def looked() -> Samples:
+    async def collect() -> Samples:
         serving = driver()
-        return metrics.samples(()) if serving is None else await serving.look(metrics.samples)
+        return metrics.samples(()) if serving is None else await serving.read_jobs(metrics.samples)
 
     def samples() -> Samples:
-        return asyncio.run_coroutine_threadsafe(looked(), loop).result(SNAPSHOT_TIMEOUT_S)
+        return asyncio.run_coroutine_threadsafe(collect(), loop).result(SNAPSHOT_TIMEOUT_S)
 
     def problem() -> str:
         async def failure() -> str:

@@ -94,7 +94,7 @@ class CommunicatorJob(Job):
         self._votes: dict[int, pb.VoteRequest] = {}
         """slot -> its vote for the next decision."""
 
-    def _take(self, command: m.Command, now: float) -> list[Effect]:
+    def _apply_command(self, command: m.Command, now: float) -> list[Effect]:
         match command:
             case pb.VoteRequest():
                 return self._vote(command)
@@ -105,7 +105,7 @@ class CommunicatorJob(Job):
             case pb.AskCheckpointRequest(incarnation=""):
                 return []  # a launcher that is asked to stop asks every job for one
             case _ if isinstance(command, _TAKEN_BY_ALL):
-                return super()._take(command, now)
+                return super()._apply_command(command, now)
         what = m.name_of(command)
         raise Invalid(f"job {self.row.job} is a communicator's, which knows no {what}")
 

@@ -483,7 +483,7 @@ class Meeting:
             if job_is_over and not self._places:
                 self._dismiss()
             if not (launcher.over or (job_is_over and self._places)) and now >= self._quiet_until:
-                self._settle(now)
+                self._fill_places(now)
                 place = self._place_of(request.run)
                 launcher.spare = place is None and bool(self._places)
         if place is None:
@@ -533,7 +533,7 @@ class Meeting:
                 return ""
         return f"this machine was silent for more than {request.lease_s:g} s, and another one has its place"
 
-    def _settle(self, now: float) -> None:
+    def _fill_places(self, now: float) -> None:
         waiting = {run: one for run, one in self._launchers.items() if self._waits(run, one)}
         if not self._places:
             self._begin(waiting, now)
@@ -872,7 +872,7 @@ class Driver:
         job = self._jobs.get(name)
         return self._going_back.get(name, 0) if job is None else job.row.generation
 
-    async def look(self, read: Callable[[Collection[Job]], T]) -> T:
+    async def read_jobs(self, read: Callable[[Collection[Job]], T]) -> T:
         """Returns what `read` says of all jobs, in a turn, as `status`: events of what is durable are emitted."""
         return await self._in_turn(lambda: read(self._jobs.values()))
 

@@ -194,7 +194,7 @@ class Job:
 
     def _deaths(self, dead: Mapping[int, str], lost: Mapping[int, str]) -> list[Effect]:
         if not lost and self.row.vacant.keys() >= dead.keys():  # spares: the others go on
-            return self._told(self._fence(dead))
+            return self._with_view(self._fence(dead))
         reason = "; ".join(f"rank {rank} {why}" for rank, why in sorted(dead.items()))
         words = self.places.lose(lost)
         events = [self._event("log_server_lost", **self.places.named(n), reason=words[n]) for n in lost]
@@ -309,12 +309,12 @@ class Job:
             self._event("progress", version=max([self.checkpoints.newest_known(), *self.row.checkpoints]))
         ]
 
-    def _told(self, events: Sequence[m.Emit]) -> list[Effect]:
+    def _with_view(self, events: Sequence[m.Emit]) -> list[Effect]:
         return [*events, m.PublishView()] if events else []
 
     def _not_exact(self, news: bool) -> list[Effect]:
         """Reports that the job is not exact. `news`: True if it was exact until now."""
-        return [*self._told(self._inexact(news)), *self._fail_inexact(news)]
+        return [*self._with_view(self._inexact(news)), *self._fail_inexact(news)]
 
     def _fail_inexact(self, is_so: bool) -> list[Effect]:
         if not is_so or self.row.config.get("require_exact") != "True":
@@ -342,10 +342,10 @@ class Job:
 
     def step(self, command: m.Command, now: float) -> list[Effect]:
         """Returns the effects of a command. Raises Refusal if it is rejected; then the row is unchanged."""
-        effects = self._take(command, now)
+        effects = self._apply_command(command, now)
         return [*self._persist(), *effects]
 
-    def _take(self, command: m.Command, now: float) -> list[Effect]:
+    def _apply_command(self, command: m.Command, now: float) -> list[Effect]:
         match command:
             case m.Tick():
                 return self._tick(now, behind=command.behind)
@@ -502,7 +502,7 @@ class Job:
         said = self.checkpoints.on_heartbeat(rank, optional(heartbeat, "unsaved"))
         told, progress = [self._event(name, **fields) for name, fields in said], self._progress()
         changed = progress or any(name == checkpoints.GIVEN_UP for name, _ in said)
-        return self._told([*told, *progress]) if changed else [*told]
+        return self._with_view([*told, *progress]) if changed else [*told]
 
     def _suspect(self, suspect: pb.SuspectRequest, now: float) -> list[Effect]:
         row, rank = self.row, suspect.rank
@@ -602,19 +602,19 @@ class Job:
         fields: dict[str, object] = {"rank": said.rank, "version": said.version}
         if said.under_way:
             checkpoints.begin_rehearsal(row, said)
-            return self._told([self._event("rehearsal_begun", **fields)])
+            return self._with_view([self._event("rehearsal_begun", **fields)])
         event = "not_rehearsed" if said.why_not else "rehearsed"
         fields |= {"steps": said.steps, "difference": said.difference, "why_not": said.why_not}
         news = self._not_exact(checkpoints.end_rehearsal(row, said))
-        return [*self._told([self._event(event, **fields)]), *self._trim(), *news]
+        return [*self._with_view([self._event(event, **fields)]), *self._trim(), *news]
 
     def _ask_checkpoint(self, ask: pb.AskCheckpointRequest) -> list[Effect]:
         if not ask.incarnation:
             newest = self.checkpoints.newest_known()
-            return self._told(self._asked(newest, ask.reason)) if self.row.state is State.RUNNING else []
+            return self._with_view(self._asked(newest, ask.reason)) if self.row.state is State.RUNNING else []
         if is_stale(self.row, ask) or self.row.state.is_over:
             return []
-        return self._told(self._asked(ask.after_version, f"rank {ask.rank}: {ask.reason}"))
+        return self._with_view(self._asked(ask.after_version, f"rank {ask.rank}: {ask.reason}"))
 
     def _finish(self, finish: pb.FinishRequest) -> list[Effect]:
         row = self.row
@@ -679,7 +679,7 @@ class Job:
             return [event]
         if row.state is State.FINISHED:
             # It may have had files left to save: another one may take the rank, with the final checkpoint.
-            return [event, *self._told(self._fence({rank: why}))]
+            return [event, *self._with_view(self._fence({rank: why}))]
         if ends := self.setbacks.exit(rank, exited.exit_code):
             return [event, *self.become_failed(ends, endings.launcher_code(exited.exit_code))]
         if exited.given_up and (ends := planning.give_up(row, [rank])):
@@ -747,7 +747,9 @@ class Job:
             return self._deaths({}, lost)
         if not self.places.block(blocked.address, blocked.reason):
             return []
-        return self._told([self._event("log_server_blocked", address=blocked.address, reason=blocked.reason)])
+        return self._with_view(
+            [self._event("log_server_blocked", address=blocked.address, reason=blocked.reason)]
+        )
 
     def _logs_refused(self, refused: m.LogsRefused) -> list[Effect]:
         if refused.generation != self.row.generation or self.row.state.is_over:
@@ -817,7 +819,7 @@ class Job:
             ended = [m.PublishView()] if checkpoints.give_way(self.row) else []
             return [*ended, *self._trim()]
         reason = f"log server {pressed.address}: {pressed.reason}"
-        return self._told(self._asked(self.checkpoints.newest_known(), reason))
+        return self._with_view(self._asked(self.checkpoints.newest_known(), reason))
 
     # --- ---
 

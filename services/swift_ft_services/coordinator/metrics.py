@@ -148,7 +148,7 @@ class CoordinatorMetrics:
         self._recovery_s: dict[str, Distribution] = {}
         self._counts: dict[str, Counter[str]] = {family.name: Counter() for family in _EVENTS.values()}
         self._refusals: Counter[str] = Counter()
-        self.close = events.listen(self._heard)
+        self.close = events.listen(self._count_event)
 
     def after_durable(self, row: JobRow, persist: m.Persist) -> None:
         newest = row.checkpoints[-1] if row.checkpoints else None
@@ -177,7 +177,7 @@ class CoordinatorMetrics:
         with self._lock:
             self._refusals[reason] += 1
 
-    def _heard(self, event: str, fields: Mapping[str, Any]) -> None:
+    def _count_event(self, event: str, fields: Mapping[str, Any]) -> None:
         if event in _EVENTS:
             with self._lock:
                 self._counts[_EVENTS[event].name][fields["job"]] += 1

@@ -225,7 +225,7 @@ def config_of(config: Mapping[str, str]) -> PlanConfig:
 def assignment_of(row: JobRow) -> Assignment:
     """Returns the stages and shards of the ranks. Raises ValueError, in one line, if they are inconsistent."""
     members = {slot: holder.member for slot, holder in row.seated().items()}
-    return Assignment.told(
+    return Assignment.from_reports(
         num_stages=row.num_stages, stages=row.stages, shards=row.stage_shards, members=members
     )
 

@@ -150,18 +150,18 @@ class Servicer(pb_grpc.CoordinatorServicer):
         job = await self._applied(context, request)
         return pb.HeartbeatReply(generation=job.row.generation, interval_s=job.heartbeat_interval_s)
 
-    async def _take(self, request: m.Request, context: Context) -> pb.Ack:
+    async def _acknowledge(self, request: m.Request, context: Context) -> pb.Ack:
         await self._applied(context, request)
         return pb.Ack()
 
-    Report = Ready = Refuse = Differs = Rehearsed = CheckpointDurable = AskCheckpoint = _take
-    MemberExited = Suspect = Finish = _take
+    Report = Ready = Refuse = Differs = Rehearsed = CheckpointDurable = AskCheckpoint = _acknowledge
+    MemberExited = Suspect = Finish = _acknowledge
 
     async def _take_with_reason(
         self, request: pb.FailRequest | pb.RevokeRequest | pb.StopRequest, context: Context
     ) -> pb.Ack:
         request.reason = request.reason or "no reason given"
-        return await self._take(request, context)
+        return await self._acknowledge(request, context)
 
     Fail = Stop = _take_with_reason
 
@@ -172,14 +172,14 @@ class Servicer(pb_grpc.CoordinatorServicer):
     async def Vote(self, request: pb.VoteRequest, context: Context) -> pb.Ack:
         if request.kind not in KINDS:
             await self._abort_invalid(context, f"a vote for {request.kind}: there is no such")
-        return await self._take(request, context)
+        return await self._acknowledge(request, context)
 
     async def Measure(self, request: pb.MeasureRequest, context: Context) -> pb.Ack:
         try:
             check_measured(request.measured)
         except ValueError as error:
             await self._abort_invalid(context, f"a measurement: {error}")
-        return await self._take(request, context)
+        return await self._acknowledge(request, context)
 
     async def ChangeLogServers(self, request: pb.ChangeLogServersRequest, context: Context) -> pb.Ack:
         if request.add:
@@ -187,7 +187,7 @@ class Servicer(pb_grpc.CoordinatorServicer):
                 Credentials.from_environment().check_named(request.add)
             except UsageError as error:  # before the job is fenced for it
                 await self._abort_invalid(context, f"the coordinator does not connect there: {error}")
-        return await self._take(request, context)
+        return await self._acknowledge(request, context)
 
     async def Share(self, request: pb.ShareRequest, context: Context) -> pb.ShareReply:
         async with self._answering(context, request.job):

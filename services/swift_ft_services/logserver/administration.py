@@ -142,7 +142,7 @@ class Administration:
                     with self._changed:
                         step = next(procedure)
                         if isinstance(step, Settle):
-                            self._settle(step.job, procedure)
+                            self._await_durable(step.job, procedure)
                 except StopIteration as done:
                     result: T = done.value
                     return result
@@ -207,7 +207,7 @@ class Administration:
             if job.generation:
                 self._save_now(job)
 
-    def _settle(self, job: str, procedure: Procedure[T]) -> None:
+    def _await_durable(self, job: str, procedure: Procedure[T]) -> None:
         self._wait_durable(job)
         if self._state.failed:
             procedure.throw(Refused(Reason.CLOSED, self._state.failed))

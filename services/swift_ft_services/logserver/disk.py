@@ -126,7 +126,7 @@ class RealDisk:
 
         ``synced``: called with the duration of each sync of a file.
         """
-        self._lock_fd = _take(directory)
+        self._lock_fd = _lock(directory)
         self._synced = synced
         self._gatherer = _Gatherer()
 
@@ -181,7 +181,7 @@ class RealDisk:
             shutil.rmtree(path)
 
 
-def _take(directory: Path) -> int:
+def _lock(directory: Path) -> int:
     try:
         make_directory(directory, durable=True)
         os.listdir(directory)

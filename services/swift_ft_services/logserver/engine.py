@@ -265,11 +265,11 @@ class LogEngine:
     def handle(self, session: AppendCall, frames: memoryview, shared: bytes = b"") -> None:
         """As `Appends.accept`, some frames at a time."""
         for some in self._appends.parse_some(session, frames, shared, _TAKEN_AT_ONCE):
-            self._take(session, some)
+            self._accept(session, some)
             if len(some) == _TAKEN_AT_ONCE and len(self.state.writers) > 1:
                 time.sleep(_OTHERS_TURN_S)
 
-    def _take(self, session: AppendCall, parsed: list[Frame]) -> None:
+    def _accept(self, session: AppendCall, parsed: list[Frame]) -> None:
         try:
             with self._changed:
                 # Others' records queue after these: a flood of small records waits in its own call.

@@ -134,7 +134,7 @@ class LogMetrics:
         self._directory = directory
         self._counts: dict[str, Counter[str]] = {family.name: Counter() for family in _COUNTED}
         self._lock = threading.Lock()
-        self.close = events.listen(self._heard)
+        self.close = events.listen(self._count_event)
 
     def refused(self, reason: str) -> None:
         self._count("refusals_total", reason)
@@ -154,7 +154,7 @@ class LogMetrics:
         with self._lock:
             self._counts[f"swift_log_{name}"][label] += 1
 
-    def _heard(self, event: str, fields: Mapping[str, Any]) -> None:
+    def _count_event(self, event: str, fields: Mapping[str, Any]) -> None:
         if event in _EVENTS:
             self._count(_EVENTS[event].name.removeprefix("swift_log_"), fields["job"])
 

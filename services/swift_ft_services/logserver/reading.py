@@ -175,7 +175,7 @@ _LENT_BYTES = 2 << 20
 
 
 class Lender:
-    """The files that one Read call lends. (call's thread) all but ``take``."""
+    """The files that one Read call lends. (call's thread) all but ``connect``."""
 
     def __init__(self, storage: Storage) -> None:
         self.key = os.urandom(KEY_BYTES)
@@ -187,7 +187,7 @@ class Lender:
         self._lent: tuple[Path, int, int] | None = None
         """The file lent last: its path, device and inode."""
 
-    def take(self, line: socket.socket) -> bool:
+    def connect(self, line: socket.socket) -> bool:
         """(any thread) Takes the reader's connection. Returns False if there is one, or the call is over."""
         with self._lock:
             if self._line is not None or self._closed:
@@ -327,7 +327,7 @@ class Reading:
         takes a descriptor."""
         lender = self._lenders.get(key)
         taken = sum(each.is_ready for each in list(self._lenders.values()))
-        return lender is not None and taken < _LENDING_MAX and lender.take(line)
+        return lender is not None and taken < _LENDING_MAX and lender.connect(line)
 
     def _follow(
         self, job: JobState, request: log_pb2.ReadRequest, alive: Callable[[], bool], lender: Lender | None

@@ -445,7 +445,7 @@ class DirectoryStorage:
         try:
             if not is_dir:
                 raise JobDamaged(name, f"{self.directory / name} is not a directory")
-            recovered = of.job(self._take)
+            recovered = of.job(self._adopt)
             self._metas[name] = recovered.meta
             return recovered
         except JobDamaged as damaged:
@@ -454,10 +454,10 @@ class DirectoryStorage:
             if error.errno not in IN_THE_WAY:
                 raise
             reason = str(JobDamaged(name, str(error)))
-        self._let_go(name)
+        self._close_all(name)
         return RecoveredJob(JobState(name), apart=reason)
 
-    def _take(self, stream: StreamState, segments: list[Segment]) -> None:
+    def _adopt(self, stream: StreamState, segments: list[Segment]) -> None:
         """(at the start) Takes over a recovered stream with its segments."""
         of = (stream.job, stream.name)
         self._streams[of] = segments
@@ -477,7 +477,7 @@ class DirectoryStorage:
                 if whose == job:
                     segment.give_back()
 
-    def _let_go(self, job: str) -> None:
+    def _close_all(self, job: str) -> None:
         with self._maps:
             gone = [self._streams.pop(stream) for stream in list(self._streams) if stream[0] == job]
         for segment in (segment for segments in gone for segment in segments):
@@ -943,7 +943,7 @@ class DirectoryStorage:
 
     def drop_lost(self, job: str, cold: str) -> None:
         """Forgets that. Its objects are removed once the store answers, if they are the job's."""
-        self._let_go(f"{job}@{cold}")
+        self._close_all(f"{job}@{cold}")
         self._objects_of_lost[cold] = job
 
     def check_lost(self, job: str, cold: str) -> None:
@@ -1023,7 +1023,7 @@ class DirectoryStorage:
                 raise
             except OSError as error:
                 raise as_storage_error(error) from None
-            self._let_go(job)
+            self._close_all(job)
             self._forget(job)
         return self._remove_forgotten if there else lambda: None
 

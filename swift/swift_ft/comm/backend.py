@@ -55,7 +55,7 @@ def is_communication(error: BaseException, is_lost_peer: Callable[[RuntimeError]
     return False
 
 
-def let_go(error: BaseException) -> None:
+def clear_frames(error: BaseException) -> None:
     """Clears the frames that the error's tracebacks hold: they keep the old group and its buffers alive."""
     seen: BaseException | None = error
     while seen is not None:

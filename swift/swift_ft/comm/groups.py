@@ -234,7 +234,7 @@ class ReconfigurableGroup(torch_private.ProcessGroup):  # type: ignore[misc]
             for part in self._some.values():
                 self._attach_part(part)
             self._routes[origin] = self._route()
-        self._take(self._routes[own])
+        self._adopt_route(self._routes[own])
 
     @contextmanager
     def on_route(self, origin: int) -> Iterator[None]:
@@ -243,24 +243,24 @@ class ReconfigurableGroup(torch_private.ProcessGroup):  # type: ignore[misc]
             yield
             return
         before = self._route()
-        self._take(self._routes[origin])
+        self._adopt_route(self._routes[origin])
         try:
             yield
         finally:
             if self._circuit is not None:  # its generation has not ended
-                self._take(before)
+                self._adopt_route(before)
 
     def _route(self) -> "_Route":
         parts = {label: part._route() for label, part in self._some.items()}
         return _Route(self._circuit, self._connections, self._present, parts)
 
-    def _take(self, route: "_Route") -> None:
+    def _adopt_route(self, route: "_Route") -> None:
         self._circuit, self._connections, self._present = route.circuit, route.connections, route.present
         for label, part in self._some.items():
             if label not in route.parts:  # it was created after the route
                 self._attach_part(part)
                 route.parts[label] = part._route()
-            part._take(route.parts[label])
+            part._adopt_route(route.parts[label])
 
     def _connect(self, connections: Connections, present: Sequence[int], places: Sequence[int]) -> None:
         """`present`: indices into `ranks`; `places`: the same ranks' places among the members of `connections`."""
@@ -323,11 +323,11 @@ class ReconfigurableGroup(torch_private.ProcessGroup):  # type: ignore[misc]
         self._routes.clear()
         self._circuit = self._connections = None
 
-    def let_go(self) -> None:
+    def drop_session(self) -> None:
         """Drops the references to the session, which has ended."""
         self.gate = self.answers = None
         for part in self._some.values():
-            part.let_go()
+            part.drop_session()
         self._some.clear()
 
     def submit(self, run: Collective) -> Task:

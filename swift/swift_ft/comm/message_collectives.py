@@ -168,7 +168,7 @@ class Messages:
             tensor.copy_(flat.view_as(tensor))
 
     def _all_reduce_parts(self, parts: list[torch.Tensor], op: Op) -> None:
-        received = self._take(parts[0], self._n * parts[0].numel())
+        received = self._buffer_like(parts[0], self._n * parts[0].numel())
         incoming = list(received.view(self._n, -1).unbind())
         self.all_to_all(incoming, parts)
         parts[self._own].copy_(_in_order(incoming, op))
@@ -238,7 +238,7 @@ class Messages:
         self._sequence += 1
         return self._first_tag + self._sequence % (COLLECTIVES // 2)
 
-    def _take(self, like: torch.Tensor, numel: int) -> torch.Tensor:
+    def _buffer_like(self, like: torch.Tensor, numel: int) -> torch.Tensor:
         """Returns a buffer, if possible a used one: fresh memory of a bucket's size is slow (the kernel clears it)."""
         kept = self._pool.pop((like.dtype, numel, like.device), None)
         return torch.empty(numel, dtype=like.dtype, device=like.device) if kept is None else kept

@@ -13,7 +13,7 @@ stream of the communicator's, and holds that stream until the peer has its half 
 - No wait of the host's raises when a peer is lost. The stream stands still until the watcher aborts all communicators
   of the fabric in one call. Then the kernels end and leave garbage, and what was queued behind them computes with it.
   So whoever makes that last waits for the device once and then calls `check_arrived`: a flag that is set *before* the
-  abort says whether all has arrived (`swift_ft.device.Readings.settle`). Whoever records a tensor in the log asks for
+  abort says whether all has arrived (`swift_ft.device.Readings.read`). Whoever records a tensor in the log asks for
   that flag once its copy is over.
 - Memory that a message uses is kept until a stream is ordered behind it, or the abort has returned.
 """

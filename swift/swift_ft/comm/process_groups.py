@@ -221,12 +221,12 @@ class ProcessGroups:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def let_go(self) -> None:
+    def drop_session(self) -> None:
         """(the session ends) Releases the session: objects that still hold a group must not keep it alive. DDP's
         reducer and FSDP hold groups in C++, invisible to the garbage collector."""
         self.tear_down()
         for group in self._groups:
-            group.let_go()
+            group.drop_session()
 
     def interrupt(self, generation: int, acknowledged: Callable[[], bool]) -> None:
         """(watcher thread) Frees every thread that waits in an operation of an older generation.

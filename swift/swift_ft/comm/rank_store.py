@@ -250,7 +250,7 @@ class CoordinatorStore(Store):
             self._begun = True
             known.epoch = reply.epoch
             for shared in reply.news:
-                self._take(shared)
+                self._keep_newest(shared)
             known.seen = max(known.seen, reply.revision)
         return True
 
@@ -263,7 +263,7 @@ class CoordinatorStore(Store):
         self._shared.clear()
         self._later = [*again, *self._later]
 
-    def _take(self, shared: pb.Shared) -> None:
+    def _keep_newest(self, shared: pb.Shared) -> None:
         older = self._shared.get(shared.key)
         if older is not None and older.revision >= shared.revision:
             return

@@ -502,7 +502,7 @@ class ReplacingAgent:
         self._leaving.check(self._view)
         self._has_session = self._has_session or any(child.has_session for child in (*spoke, *ended))
         for child in spoke:  # first: a spare that has just become warm can be used
-            (self._rehearsals if child.rehearses else self._spares).heard(child)
+            (self._rehearsals if child.rehearses else self._spares).handle_output(child)
         self._look_after_unprotected()
         # Then deaths, which are urgent.
         for child in ended:
@@ -811,7 +811,7 @@ class ReplacingAgent:
         exit_codes = {verdict.exit_code}
         if verdict.exit_code == 1:
             # The rank may only have followed another rank's error, or the job's failure.
-            exit_codes |= self._settle()
+            exit_codes |= self._await_ending()
         view = self._view
         if view is not None and view.state == pb.FAILED:
             self._end(exit_codes, f"job failed: {view.reason}", view.exit_code)
@@ -823,7 +823,7 @@ class ReplacingAgent:
         self._waiting.clear()
         self.outcome = outcome_of(exit_codes, f"swift: {line}", exit_code)
 
-    def _settle(self) -> set[int]:
+    def _await_ending(self) -> set[int]:
         """Waits for ranks that are about to end. Returns the exit codes of all that have ended by then."""
         deadline = time.monotonic() + SETTLE_S
         exit_codes = self._count_ended()
@@ -866,7 +866,7 @@ class ReplacingAgent:
             self._deaths.clear()
         self._has_run = self._has_run or has_left_forming(view)
         if view.state == pb.FAILED:
-            self._end(self._settle(), f"job failed: {view.reason}", view.exit_code)
+            self._end(self._await_ending(), f"job failed: {view.reason}", view.exit_code)
             return
         mine = [self._place.rank(local_rank) for local_rank in range(self._settings.nproc_per_node)]
         for line in self._told.of(view, mine):

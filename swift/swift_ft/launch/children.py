@@ -175,7 +175,7 @@ class Child:
         return "a warm spare" if self.warm else "a fork" if self.forked else "a cold start"
 
     def assign(self, rank: int, assignment: Program) -> None:
-        self._tell(assignment)
+        self._send_assignment(assignment)
         self.rank = rank
         os.close(self._control_fd)
         self._control_fd = -1
@@ -188,20 +188,20 @@ class Child:
 
     def warm_up(self, assignment: Program) -> None:
         """Makes a spare run the script as a rank would. It writes a line when it is done."""
-        self._tell(assignment)
+        self._send_assignment(assignment)
         self.warming = True
 
     def rehearse(self, assignment: Program) -> None:
         """Makes it replay steps of a rank, without being one. It writes a line when it is done, and ends."""
         self.rehearses = True
-        self._tell(assignment)
+        self._send_assignment(assignment)
 
     def discard(self) -> None:
         """Kills it; its pidfd shows when it has ended."""
         self.unwanted = True
         self.kill_group()
 
-    def _tell(self, assignment: Program) -> None:
+    def _send_assignment(self, assignment: Program) -> None:
         """Sends the assignment without waiting for a child that does not read yet. The pipe is not enlarged, because
         the total capacity of a user's pipes is limited."""
         line = assignment.to_line()
@@ -335,7 +335,7 @@ class Nursery:
         """Waits until children can be forked, or it is clear that they cannot. Interruptible."""
         while self.tend() is False:
             assert self._server is not None
-            self._hear()
+            self._read_messages()
 
     def tend(self) -> bool:
         """Starts the fork server if it is wanted and possible. Returns False while it imports; spares can wait for
@@ -347,11 +347,11 @@ class Nursery:
                 self._server_at = time.monotonic() + SERVER_AGAIN_S
                 events.emit("fork_server_not_started", reason=error.strerror)
                 return True
-            self._selector.register(self._server, selectors.EVENT_READ, self._hear)
+            self._selector.register(self._server, selectors.EVENT_READ, self._read_messages)
             events.emit("fork_server_started", server_pid=self._server.pid)
         return self._server is None or self._server.ready
 
-    def _hear(self) -> None:
+    def _read_messages(self) -> None:
         assert self._server is not None
         try:
             reason = self._server.wait_ready()

@@ -32,7 +32,7 @@ class CoordinatorLink:
         self._job = job
         self._wake = wake
         self._calls: queue.SimpleQueue[Callable[[CoordinatorClient], object] | None] = queue.SimpleQueue()
-        self._told = 0
+        self._enqueued = 0
         self._answered = 0
         self._must_drain = False
         self._closing = False
@@ -44,12 +44,12 @@ class CoordinatorLink:
 
     def notify(self, request: "pb.ExitRequest | pb.RehearsedRequest") -> None:
         """Reports the exit or the rehearsal of a rank, or the state of its place."""
-        self._tell(lambda client: client.call(request))
+        self._enqueue(lambda client: client.call(request))
 
     def fail(self, reason: str) -> None:
         """Reports that the job cannot go on. `close` waits until this is delivered."""
         self._must_drain = True
-        self._tell(lambda client: client.call(pb.FailRequest(rank=-1, reason=reason)))
+        self._enqueue(lambda client: client.call(pb.FailRequest(rank=-1, reason=reason)))
 
     def ask_checkpoint(self, reason: str) -> None:
         """Asks for a checkpoint. Sets `not_asked` once it is known that none will be saved."""
@@ -62,20 +62,20 @@ class CoordinatorLink:
                 self._wake()
                 self._complain(error)  # not retried, because a launcher that leaves does not wait for it
 
-        self._tell(ask)
+        self._enqueue(ask)
 
     def stop(self, run: str, reason: str) -> None:
         """Reports that this launcher was stopped, and its ranks have ended. `close` waits until this and all earlier
         notices are delivered."""
         self._must_drain = self._must_drain or self.view is not None
-        self._tell(lambda client: client.call(pb.StopRequest(run=run, reason=reason)))
+        self._enqueue(lambda client: client.call(pb.StopRequest(run=run, reason=reason)))
 
     @property
     def unheard(self) -> bool:
-        return self._answered < self._told
+        return self._answered < self._enqueued
 
-    def _tell(self, call: "Callable[[CoordinatorClient], object]") -> None:
-        self._told += 1
+    def _enqueue(self, call: "Callable[[CoordinatorClient], object]") -> None:
+        self._enqueued += 1
         self._calls.put(call)
 
     def close(self) -> None:

@@ -251,7 +251,7 @@ class MetRendezvous(Rendezvous):
         try:
             client = CoordinatorClient(self._job.coordinator, self._job.name)
         except SwiftError as error:  # its files were valid when the command checked them
-            self._take(None, error)
+            self._keep_reply(None, error)
             return
         with client:
             while not self._closed:
@@ -282,13 +282,13 @@ class MetRendezvous(Rendezvous):
             reply: pb.MeetReply = client.call(request)
         except (UsageError, AccessDenied) as error:
             if held is None:
-                self._take(None, error)
+                self._keep_reply(None, error)
         except SwiftError:
             pass  # no answer, which the link reports; the next call repeats it
         else:
-            self._take(reply)
+            self._keep_reply(reply)
 
-    def _take(self, reply: pb.MeetReply | None, error: SwiftError | None = None) -> None:
+    def _keep_reply(self, reply: pb.MeetReply | None, error: SwiftError | None = None) -> None:
         with self._answered:
             self._error = error
             if reply is not None:

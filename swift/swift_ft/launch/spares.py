@@ -4,7 +4,7 @@ In a rehearsal, a process that is no rank recovers as one of the machine's ranks
 and compares (`swift_ft.train.rehearsal`).
 
     (agent)  ``tend`` while there is no recovery: starts the next one, of a rank whose steps are recorded
-             → ``heard`` and ``ended`` of its process → a notice to the coordinator
+             → ``handle_output`` and ``ended`` of its process → a notice to the coordinator
              ``on_view`` at each View: a recovery ends the process at once
 
 It is a separate process, with the lowest priority, and one at a time. A spare takes a lost rank's place as if there
@@ -25,8 +25,8 @@ from swift_ft.text import tell
 
 # The spares of one machine: their number, their warm-up, and the choice of one for a lost rank's place.
 #
-#     (agent)  ``assign`` to a rank → … → ``heard`` and ``ended`` of children → ``on_view`` at each View → ``tend``
-#              while there is no recovery
+#     (agent)  ``assign`` to a rank → … → ``handle_output`` and ``ended`` of children → ``on_view`` at each View →
+#              ``tend`` while there is no recovery
 #
 # A spare is *warm* once it has imported the modules of ranks; it takes any rank's place. With ``--warm-up`` there is
 # one more for each rank, which is *warmed up*: it has run the script as that rank would (`swift_ft.warm_up`), and takes
@@ -150,7 +150,7 @@ class Spares:
             self._warm_up_began = events.now()
             events.emit("warm_up_begin", rank=under_way.kept_for, pid=under_way.pid)
 
-    def heard(self, child: Child) -> None:
+    def handle_output(self, child: Child) -> None:
         if not child.warming:
             self._failures = 0
             events.emit("worker_warm", pid=child.pid, rank=child.rank)
@@ -264,7 +264,7 @@ class Rehearsals:
         events.emit("rehearsal_begin", rank=chosen.rank, version=chosen.recorded, pid=child.pid)
         self._notify(under_way=True)
 
-    def heard(self, child: Child) -> None:
+    def handle_output(self, child: Child) -> None:
         line, end, _ = child.said.partition(b"\n")
         if child is not self._child or not end:
             return

@@ -123,7 +123,7 @@ class Together:
             while not self._closed.wait(LOOK_S):
                 while not self._wishes.empty():
                     self._wishes.get()(store)
-                self._look(store)
+                self._poll(store)
         except (RuntimeError, OSError) as error:  # torch's errors of a store
             self.lost = " ".join(str(error).split())
             events.emit("together_lost", reason=self.lost)
@@ -142,7 +142,7 @@ class Together:
         """Returns how many launchers have begun in this place and round."""
         return int(store.add(f"swift/began/{number}/{self._place.number}", 1))
 
-    def _look(self, store: "TCPStore") -> None:
+    def _poll(self, store: "TCPStore") -> None:
         before = (self.round, self.store_port, self._all_ended, self.failed)
         self.is_used = self.is_used or store.check(["swift/used"])
         while store.check([f"swift/round/{self.round + 1}"]):

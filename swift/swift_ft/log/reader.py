@@ -417,7 +417,7 @@ class StreamCursor:
             arrivals = _Arrivals(stream_tag(self._job, self.stream))
             try:
                 for message in call:
-                    self._take(arrivals.frames(message))
+                    self._keep_all(arrivals.frames(message))
                 if source.cold and not self._next_copy(RecordMissing(f"{self._address} ends"), refused=True):
                     return
             except grpc.RpcError as error:
@@ -434,7 +434,7 @@ class StreamCursor:
             with self._cond:
                 self._cond.wait_for(lambda: self._closed, _RETRY_S)
 
-    def _take(self, frames: Iterable[tuple[FrameHeader, list[memoryview]]]) -> None:
+    def _keep_all(self, frames: Iterable[tuple[FrameHeader, list[memoryview]]]) -> None:
         try:
             for header, parts in frames:
                 self._keep(header, parts)

@@ -501,7 +501,7 @@ class Consumer:
             body=self._memory.data[body : body + size].toreadonly(),
         )
 
-    def held(self) -> list[RingEntry]:
+    def unread_records(self) -> list[RingEntry]:
         """Returns all unread records in the ring, without moving `position`."""
         before, entries = self.position, []
         while (entry := self.next()) is not None:

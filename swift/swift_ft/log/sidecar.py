@@ -230,7 +230,7 @@ class RingWriter:
         self._resent_before = memory.load(Word.RESENT)
         if dropped is not None:
             self._drop(dropped)
-        held = self._consumer.held()
+        held = self._consumer.unread_records()
         numbers = memory.assign(servers.values(), held)
         self._copies = {address: numbers[number] for address, number in servers.items()}
         self._lock = threading.Condition()
@@ -640,7 +640,7 @@ class Sidecar:
             if self._writer is not None:
                 self._writer.want(NEVER_REACHED)
 
-    def tell(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         with self._sending:
             try:
                 self._line.sendall(json.dumps(message).encode() + b"\n")
@@ -651,11 +651,11 @@ class Sidecar:
 
     def _control(self) -> None:
         for line in self._lines():
-            self._hear(json.loads(line))
+            self._dispatch(json.loads(line))
         self._leave()
         self._begun.set()
 
-    def _hear(self, request: Message) -> None:
+    def _dispatch(self, request: Message) -> None:
         if request["do"] == "flush":
             threading.Thread(target=self._carry_out, args=(request,), daemon=True).start()
             return
@@ -669,9 +669,9 @@ class Sidecar:
         except SwiftError as raised:
             error = raised
         if request["id"]:
-            self.tell({"id": request["id"], "error": error_to_json(error)})
+            self.send({"id": request["id"], "error": error_to_json(error)})
         elif error is not None:  # the sidecar could not start
-            self.tell({"failed": str(error)})
+            self.send({"failed": str(error)})
             os._exit(1)
 
     def _lines(self) -> Iterator[bytes]:
@@ -706,7 +706,7 @@ class Sidecar:
             if request["lease"] is not None:
                 LeaseKeeper(fields["job"], request["lease"], self._trainer, memory)
             threading.Thread(target=memory.populate, name="populate", daemon=True).start()
-            self._writer = RingWriter(memory, wake, self.tell, over=self._over, **fields)
+            self._writer = RingWriter(memory, wake, self.send, over=self._over, **fields)
             return
         writer = self._writer
         assert writer is not None
@@ -739,7 +739,7 @@ class Sidecar:
                 error = writer.trouble()
                 if type(error) is not type(self._told):
                     self._told = error
-                    self.tell({"trouble": error_to_json(error), "final": False})
+                    self.send({"trouble": error_to_json(error), "final": False})
             writer.changed()  # a record may be acknowledged before its last message is sent: nothing follows
             self._gone.wait(_WATCH_S)
 
@@ -758,7 +758,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sidecar = Sidecar(socket.socket(fileno=given.socket), given.trainer)
     keep_freed_memory()
     # An uncaught error is reported to the trainer, which starts another sidecar: our stderr is /dev/null.
-    end_process_on_uncaught(lambda error: sidecar.tell({"failed": f"{type(error).__name__}: {error}"}), 1)
+    end_process_on_uncaught(lambda error: sidecar.send({"failed": f"{type(error).__name__}: {error}"}), 1)
     sidecar.run()
     os._exit(0)  # gRPC's threads may still be running
 

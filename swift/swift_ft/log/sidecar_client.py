@@ -113,7 +113,7 @@ class Borrower(Protocol):
     def finish(self) -> None:
         """(a flush, a full ring) Waits until all bodies in progress are written."""
 
-    def let_go(self) -> None:
+    def stop_writing(self) -> None:
         """(the writer is closed) Waits until the borrower has stopped writing."""
 
 
@@ -637,7 +637,7 @@ class SidecarWriter:
         finally:
             self._end()
             if self._borrower is not None:
-                self._borrower.let_go()
+                self._borrower.stop_writing()
             with self._pushing, self._mapped:
                 self._free_ring()
 

@@ -118,7 +118,7 @@ class Assignment:
         )
 
     @classmethod
-    def told(
+    def from_reports(
         cls,
         *,
         num_stages: int,

@@ -110,7 +110,7 @@ class Way:
     """A further clause for the reason."""
 
 
-def held(report: Report) -> str:
+def state_words(report: Report) -> str:
     if report.version is not None:
         return f"holds version {report.version}"
     return "holds no state" if report.newest is None else "is between two versions"
@@ -128,7 +128,7 @@ class Replay(Policy):
 
     def reason(self, report: Report, ways: Mapping[int, Way], target: int) -> str:
         way = ways[report.rank]
-        return f"{held(report)}{way.note}; the newest complete checkpoint is of version {way.version}"
+        return f"{state_words(report)}{way.note}; the newest complete checkpoint is of version {way.version}"
 
 
 class CatchUp(Policy):
@@ -186,7 +186,9 @@ class LossyForward(Policy):
         return None if report.finish_to is None else Way(by=self, version=report.finish_to)
 
     def reason(self, report: Report, ways: Mapping[int, Way], target: int) -> str:
-        return f"{held(report)}, and finishes step {target - 1} with the gradients of those that are left"
+        return (
+            f"{state_words(report)}, and finishes step {target - 1} with the gradients of those that are left"
+        )
 
 
 class Replica(Policy):
@@ -224,7 +226,7 @@ class Replica(Policy):
         given = ", ".join(
             f"rank {rank} {ways[rank].by.verb} version {ways[rank].version}" for rank in sources
         )
-        return f"{held(report)}; {given}"
+        return f"{state_words(report)}; {given}"
 
 
 class RollForward(Policy):
@@ -239,7 +241,7 @@ class RollForward(Policy):
         return None if report.forward_to is None else Way(by=self, version=report.forward_to)
 
     def reason(self, report: Report, ways: Mapping[int, Way], target: int) -> str:
-        return f"{held(report)}, and has all gradients of step {ways[report.rank].version - 1} reduced"
+        return f"{state_words(report)}, and has all gradients of step {ways[report.rank].version - 1} reduced"
 
 
 class Snapshot(Policy):
@@ -267,7 +269,7 @@ class Undo(Policy):
     def reason(self, report: Report, ways: Mapping[int, Way], target: int) -> str:
         way = ways[report.rank]
         exactly = "bit for bit" if way.exact else "not bit for bit"
-        return f"{held(report)}, and takes step {way.version} back, {exactly}"
+        return f"{state_words(report)}, and takes step {way.version} back, {exactly}"
 
 
 TABLE: Mapping[Strategy, Policy] = MappingProxyType(

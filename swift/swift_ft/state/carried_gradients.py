@@ -141,7 +141,7 @@ class LeftGradients:
     def state(self, named: Named) -> dict[str, Any]:
         """Returns the gradients by parameter name if they may be wanted, and the flags, which a joiner needs too."""
         given = {} if self.wanted is False else named
-        left = {name: _told(p.grad.detach()) for name, p in given.items() if p.grad is not None}
+        left = {name: _as_parts(p.grad.detach()) for name, p in given.items() if p.grad is not None}
         told = {"wanted": self.wanted, "of": left} if left or self.wanted is not None else {}
         known = {"used": self._used, "adds": self._adds, "open": self._open}
         return told | {word: True for word, is_so in known.items() if is_so}
@@ -176,7 +176,7 @@ class LeftGradients:
             parameter.grad = None if given is None else put_into(parameter.grad, given)
 
 
-def _told(gradient: torch.Tensor) -> Any:
+def _as_parts(gradient: torch.Tensor) -> Any:
     """Returns a sparse gradient (of `nn.Embedding(sparse=True)`) as its parts: a state holds dense tensors only."""
     if gradient.layout is not torch.sparse_coo:
         return gradient

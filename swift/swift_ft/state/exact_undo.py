@@ -310,7 +310,7 @@ class CodedCopies:
             old = [[copies[tensor.data_ptr()] for tensor in column] for column in kept]
             self._codes.append(DeviceCodes(cluster.backwards, cluster.gradients, cluster.columns, old))
 
-    def settled(self) -> bool:
+    def decide(self) -> bool:
         """Returns whether it is decided what is kept. Does not wait."""
         if not all(codes.counted for codes in self._codes):
             return False

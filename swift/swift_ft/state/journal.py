@@ -219,7 +219,7 @@ class Journal:
         return tuple(bucket for records in (*self._earlier, self._records) for bucket in records)
 
     @property
-    def takes_back(self) -> str:
+    def undone_by(self) -> str:
         """Returns how this step is undone: the mode, or "preimage" if it is held."""
         return "preimage" if self._held else self.mode
 
@@ -286,7 +286,7 @@ class Journal:
             )
         parameters = [p for p in self.buckets[bucket] if p.grad is not None]
         self._torn = bucket
-        self.settle()
+        self.replace_copies()
         record = self._before(bucket, parameters)
         with self._only(bucket):
             self._bare(self._optimizer)
@@ -295,9 +295,9 @@ class Journal:
         self._records[bucket] = record
         self._torn = None
 
-    def settle(self) -> None:
+    def replace_copies(self) -> None:
         """(at each bucket) Lets codes take the place of copies where a device has come so far. Does not wait."""
-        self._uncounted = [record for record in self._uncounted if not record.settled()]
+        self._uncounted = [record for record in self._uncounted if not record.decide()]
 
     def apply_rest(self, between: Callable[[int], None] | None = None) -> None:
         """Applies all remaining buckets, between the optimizer's step hooks (each is called once per step).
@@ -353,12 +353,12 @@ class Journal:
         return result
 
     def _before(self, bucket: int, parameters: list[torch.nn.Parameter]) -> Record | None:
-        if self.takes_back == "none":
+        if self.undone_by == "none":
             return None
         # Post-hooks and unknown classes may also change parameters without a gradient.
         if self.whole or own_post_hooks(self._optimizer):
             return PreImage(self._optimizer, self.buckets[bucket], whole=self.whole)
-        if self.takes_back == "preimage":
+        if self.undone_by == "preimage":
             return PreImage(self._optimizer, parameters, whole=self.whole)
         assert self._known is not None
         group, rule = self._optimizer.param_groups[self._group_of[bucket]], RULES.get(self._known)
@@ -400,7 +400,7 @@ class Journal:
 
         Raises ServiceError if the step cannot be undone.
         """
-        if self.takes_back == "none" and self.applied:
+        if self.undone_by == "none" and self.applied:
             raise ServiceError(
                 "this step cannot be taken back: the journal keeps nothing to undo it (undo='none')"
             )
@@ -413,7 +413,7 @@ class Journal:
             record.undo()
         self._forget()
         return UndoResult(
-            mode=self.takes_back,
+            mode=self.undone_by,
             exact=all(record.exact for record in records if record is not None),
             buckets=len(records),
         )

@@ -150,7 +150,7 @@ class Iterators:
             weakref.WeakKeyDictionary()
         )
         """Loader -> its place, and the number of registered objects that were searched."""
-        self._told = False
+        self._digest_of_batch = False
         """True once the trainer has been warned that workers do not persist."""
         self._making = False
         self._others = 0
@@ -230,8 +230,8 @@ class Iterators:
 
     def _start_workers_anew(self, loader: DataLoader[Any]) -> None:
         torch_private.start_workers_anew(loader)
-        if not self._told:
-            self._told = True
+        if not self._digest_of_batch:
+            self._digest_of_batch = True
             tell(
                 "a DataLoader has persistent_workers=True: with a session its workers start anew with each iterator, "
                 "from the dataset as this process has it; what workers keep from one epoch to the next is gone"
@@ -631,7 +631,7 @@ class RegisteredLoader:
     def _compare_by(self, batch: Any) -> None:
         for given, _, following in self._base.snapshots if self._base and batch is not _ENDED else ():
             due = len(following) < _COMPARED and self._at.given == given + len(following) + 1
-            if due and (told := _told(batch)) is not None:
+            if due and (told := _digest_of_batch(batch)) is not None:
                 following.append(told)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -694,7 +694,7 @@ class RegisteredLoader:
         self._inner = self._open()
         due = following[: at.given - given] if first == at.iteration else following
         for told in due if first == self._base.iteration else ():
-            if (batch := self._draw()) is _ENDED or _told(batch) != told:
+            if (batch := self._draw()) is _ENDED or _digest_of_batch(batch) != told:
                 return False
         while self._at.iteration < at.iteration:
             while self._draw() is not _ENDED:
@@ -709,7 +709,7 @@ class RegisteredLoader:
         return self._at == at
 
 
-def _told(batch: Any) -> str | None:
+def _digest_of_batch(batch: Any) -> str | None:
     """Returns a digest of the batch, None if it holds what cannot be compared."""
     try:
         return digest_of(batch).hex()
@@ -741,16 +741,16 @@ class _Kept:
     def __init__(self, batch: Any) -> None:
         leaves, self._form = tree_flatten(batch)
         self._leaves = [leaf if _is_tracked(leaf) else copy.deepcopy(leaf) for leaf in leaves]
-        self._seen = self._look()
+        self._seen = self._versions_and_digests()
 
     @property
     def unchanged(self) -> bool:
         """False once a tensor was changed in place: by its version, or by its bits, which numpy and ``.data`` change
         without one."""
-        (versions, found), (versions_before, found_before) = self._look(), self._seen
+        (versions, found), (versions_before, found_before) = self._versions_and_digests(), self._seen
         return versions == versions_before and read(found) == read(found_before)
 
-    def _look(self) -> tuple[list[int], list[Digest]]:
+    def _versions_and_digests(self) -> tuple[list[int], list[Digest]]:
         tracked = [leaf for leaf in self._leaves if _is_tracked(leaf)]
         return [leaf._version for leaf in tracked], [digest_there(leaf) for leaf in tracked]
 

@@ -364,14 +364,14 @@ class _Holder:
 
 
 class _Copy:
-    __slots__ = ("looked", "value", "was")
+    __slots__ = ("copied_at", "value", "was")
 
     def __init__(self, value: Any):
         self.value = value
         self.was: Any = value.copy() if isinstance(value, np.ndarray) else value.detach().clone()
-        self.looked = self._look()
+        self.copied_at = self._address_and_version()
 
-    def _look(self) -> tuple[int, int] | None:
+    def _address_and_version(self) -> tuple[int, int] | None:
         if isinstance(self.value, np.ndarray) or self.value.is_inference():
             return None
         return self.value.data_ptr(), self.value._version
@@ -380,7 +380,7 @@ class _Copy:
     def stands(self) -> bool:
         """Returns whether a large tensor is unchanged, so that its copy can be reused."""
         large = isinstance(self.value, torch.Tensor) and self.value.nbytes >= _LARGE_BYTES
-        return large and self.looked is not None and self._look() == self.looked
+        return large and self.copied_at is not None and self._address_and_version() == self.copied_at
 
     @property
     def alike(self) -> bool:

@@ -143,7 +143,7 @@ def _split_array(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any
     order = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
     data = np.frombuffer(array.tobytes(order), dtype=np.uint8).copy()  # type: ignore[arg-type]
     kind = "scalar" if isinstance(value, np.generic) else "array"
-    dtype = _told(array.dtype, path)
+    dtype = _dtype_in_json(array.dtype, path)
     described = {kind: path, "dtype": dtype, "shape": list(array.shape), "order": order, "bytes": data.size}
     if kind == "scalar":
         return {**described, "scalar": data.tobytes().hex()}
@@ -151,7 +151,7 @@ def _split_array(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any
     return described
 
 
-def _told(dtype: Any, path: str) -> Any:
+def _dtype_in_json(dtype: Any, path: str) -> Any:
     """Returns the dtype for JSON; `_numpy_type` reads it. Raises UsageError."""
     try:
         if _numpy_type(dtype.str) == dtype:

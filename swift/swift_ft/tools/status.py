@@ -231,7 +231,7 @@ def lines(status: pb.StatusReply) -> list[str]:
         f"rank {slot}: its slot is vacant" + ("; its process is a spare" if slot in spares else "")
         for slot in view.vacant
     ]
-    out += [told_words(suspicion) for suspicion in status.suspicions if suspicion.told]
+    out += [suspicion_words(suspicion) for suspicion in status.suspicions if suspicion.told]
     return out + late_words([suspicion for suspicion in status.suspicions if not suspicion.told])
 
 
@@ -254,7 +254,7 @@ def goes_on_words(view: pb.View) -> str:
     return f"newest checkpoint: version {newest}{again.get(view.state, '')}"
 
 
-def told_words(told: pb.Suspicion) -> str:
+def suspicion_words(told: pb.Suspicion) -> str:
     if told.unfit:
         return f"rank {told.rank}: its place failed the health check {told.age_s:.0f} s ago ({told.reason})"
     return f"rank {told.rank} said {told.age_s:.0f} s ago: {told.reason}"

@@ -101,18 +101,18 @@ class HostCapture(Capture):
         end = self._writer.append_at(stream, key, name, shape, flat.data_ptr(), flat.nbytes, now, keep=keep)
         if end >= 0 and not now:
             self.lent.append(_Lent(end, flat, version, stream, key))
-            self._take_back(self._writer.copied)
+            self._release_copied(self._writer.copied)
 
     def wait_copied(self) -> None:
         if self.lent:
             self._writer.wait_copied()
-            self._take_back(self.lent[-1].end)
+            self._release_copied(self.lent[-1].end)
 
     def drop(self) -> None:
         self._writer.wait_copied()
         self.lent.clear()
 
-    def _take_back(self, copied: int) -> None:
+    def _release_copied(self, copied: int) -> None:
         while self.lent and self.lent[0].end <= copied:
             self.lent.popleft().check()
 
@@ -229,7 +229,7 @@ class DeviceCapture(Capture):
         while self._lent and self._lent[0].end <= end:
             self._lent.popleft().check()
 
-    def let_go(self) -> None:
+    def stop_writing(self) -> None:
         """(the writer is closed) Ends all writes into the ring's memory and unpins it."""
         self._lent.clear()
         with suppress(ServiceError):  # a device that hangs, or waits for a peer, ends with this process
@@ -779,7 +779,7 @@ class Channel:
         else:
             self._check_before_collective()
             result = run()
-        self.profile.settled()
+        self.profile.mark_last_wait()
         self._gave(key, result)
         return result
 
@@ -795,7 +795,7 @@ class Channel:
         else:
             self._check_before_collective()
             run()
-        self.profile.settled()
+        self.profile.mark_last_wait()
         for key, result in zip(keys, results, strict=True):
             self._gave(key, result.detach())
 

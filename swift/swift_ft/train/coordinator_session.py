@@ -139,7 +139,7 @@ class Member:
         self._heart = threading.Thread(target=self._beat, args=(interval_s,), name="swift-lease", daemon=True)
         self._heart.start()
 
-    def let_go(self) -> None:
+    def detach(self) -> None:
         """Detaches the holder. Until the next `join`, no thread is interrupted and no measurement is sent."""
         self._holder, self.replay = Holder(), None
         if self._freeing is not None:

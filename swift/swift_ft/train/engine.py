@@ -221,7 +221,7 @@ class Engine(Holder):
                 can_help=self._restorer.can_help,
                 snapshots=[
                     pb.HeldSnapshot(rank=rank, version=version)
-                    for rank, version in (snapshots.held() if snapshots is not None else ())
+                    for rank, version in (snapshots.held_snapshots() if snapshots is not None else ())
                 ],
                 **asdict(standing),
             )
@@ -338,7 +338,7 @@ class Engine(Holder):
         try:
             self._site.world.run(lambda collectives: collectives.barrier(ballot))
             self.vote_seconds += time.monotonic() - began
-            heard = updates.heard(ballot, step)
+            heard = updates.apply_outcome(ballot, step)
             if staggering is not None:
                 staggering.agreed(heard.waits_next)
             return
@@ -379,6 +379,6 @@ class Engine(Holder):
         handed_on = reinitialization.has(self._site.member)
         if not handed_on:
             self._site.member.close()
-        self._site.communicator.let_go()
+        self._site.communicator.drop_session()
         if handed_on:
-            self._site.member.let_go()
+            self._site.member.detach()

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 
 from swift_ft import events
 from swift_ft._pb import coordinator_pb2 as pb
-from swift_ft.comm.backend import Misspeculated, advice_on, let_go, words_of
+from swift_ft.comm.backend import Misspeculated, advice_on, clear_frames, words_of
 from swift_ft.comm.process_groups import Interrupted
 from swift_ft.device import cause_on_device
 from swift_ft.errors import (
@@ -93,7 +93,7 @@ class Failures:
         `generation` in which it was raised.
         """
         self._leave_if_device_is_lost(error)
-        let_go(error)
+        clear_frames(error)
         if self._site.member.noticed:
             self.await_notice(error)
         elif isinstance(error, ReplayRefused | LogError):

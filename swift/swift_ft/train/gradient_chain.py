@@ -125,7 +125,7 @@ class Addends:
 
         return take
 
-    def taken(self) -> list[list[torch.Tensor]]:
+    def collect(self) -> list[list[torch.Tensor]]:
         """Returns the addends of each parameter, in order, and resets `.grad` to None."""
         self.close()
         if self._first:

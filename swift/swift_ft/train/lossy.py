@@ -201,7 +201,7 @@ class CutStep:
         bucket.reduction = None
         bucket.averaged.update(bucket.parameters)
 
-    def tell(self, step: int, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def emit_step(self, step: int, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """(after the step) Emits "lossy_step" if it was interrupted; parameters are numbered in optimizer order."""
         if not self.was_cut:
             return

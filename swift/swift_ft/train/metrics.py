@@ -100,9 +100,9 @@ class TrainerMetrics:
         self._noticed: float | None = None
         self._replay_left: tuple[int, float | None] = (0, 0.0)
         """Steps and seconds; seconds are None while unknown."""
-        self.stop = events.listen(self.heard)
+        self.stop = events.listen(self.count_event)
 
-    def heard(self, event: str, values: Mapping[str, Any]) -> None:
+    def count_event(self, event: str, values: Mapping[str, Any]) -> None:
         now = events.now()
         with self._lock:
             if event in ("replay_end", "notice"):

@@ -247,7 +247,7 @@ class Crossing:
                 "ranks, also on those that compute no loss"
             )
         if self._site.staggering is not None:
-            self._site.staggering.told_infinite(total)
+            self._site.staggering.count_infinite(total)
         for each in found:
             each.copy_(total)
 

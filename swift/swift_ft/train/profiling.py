@@ -49,7 +49,7 @@ class _Stopwatch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._profile.settled()
+        self._profile.mark_last_wait()
         self.spans.append((self._began, self._profile.settled_at))
         self._profile.computed_busy_s += time.thread_time() - self._busy
 
@@ -117,7 +117,7 @@ class StepProfile:
         self._busy, self.computed_busy_s = time.thread_time(), 0.0
         self.device = accelerator_in_use()
         self._began = time.perf_counter()
-        self.settled()
+        self.mark_last_wait()
 
     def computing(self, stage: int, direction: str) -> _Stopwatch:
         """Returns the context manager that times a stage's computation of one microbatch."""
@@ -126,7 +126,7 @@ class StepProfile:
             watch = self._watches[stage, direction] = _Stopwatch(self)
         return watch
 
-    def settled(self) -> None:
+    def mark_last_wait(self) -> None:
         """Marks the last wait for another rank: the time from here to the end of the step counts as the update."""
         self.settled_at = _moment(self.device)
 

@@ -201,7 +201,7 @@ class OwnStreams:
             return
         steps = Steps(base, copied.version - 1)
         ours = self._streams_of(self._site.rank)
-        own = [self._held(servers, server, ours, base) for server in log_servers]
+        own = [self._digests_of(servers, server, ours, base) for server in log_servers]
         copies = {stream: [held[stream] for held in own if stream in held] for stream in ours}
         lacking_of = gaps(copies, lambda: self._logged_alike(servers, view, copied.witnesses, base), steps)
         for stream, lacking in lacking_of.items():
@@ -243,7 +243,7 @@ class OwnStreams:
         for server in damaged:  # records that may still exist there are not written again
             writer.expect(stream, sound, server)
 
-    def _held(
+    def _digests_of(
         self, servers: Servers, server: str, streams: list[str], from_step: int
     ) -> dict[str, dict[RecordKey, bytes]]:
         """Returns the digests that a server has, by stream; damaged streams are left out. Raises LogUnavailable if the
@@ -267,7 +267,7 @@ class OwnStreams:
             copies = {s for logs in view.log_copies if logs.rank == rank for s in logs.servers}
             for server in sorted(copies - silent):  # each call waits long for one that does not answer
                 try:
-                    held = self._held(servers, server, theirs, from_step)
+                    held = self._digests_of(servers, server, theirs, from_step)
                 except LogInterrupted:
                     raise
                 except LogUnavailable:

@@ -339,7 +339,7 @@ class _Work:
         with torch.no_grad():
             self._line.pass_up(list(self._module.parameters()), addends)
         check_buffers(buffers)
-        self._tell(owner, losses, strides)
+        self._send_results(owner, losses, strides)
         self._steps += 1
 
     def _compute(self, note: dict[str, Any]) -> tuple[dict[int, torch.Tensor], list[list[torch.Tensor]]]:
@@ -362,7 +362,7 @@ class _Work:
             raise ReplayRefused(f"microbatches of stages {self._indices}: {error}") from error
         finally:
             gradients.close()
-        return losses, gradients.taken()
+        return losses, gradients.collect()
 
     def _inputs(self, stage: int, mb: int, note: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         count, names = note["args"] if stage == 0 else 0, note["kwargs"]
@@ -382,7 +382,7 @@ class _Work:
     def _indices(self) -> list[int]:
         return [stage.stage_index for stage in self._stages]
 
-    def _tell(self, owner: int, losses: dict[int, torch.Tensor], strides: Strides) -> None:
+    def _send_results(self, owner: int, losses: dict[int, torch.Tensor], strides: Strides) -> None:
         lacking, self._checked.lacking[:] = list(self._checked.lacking), []
         told = {
             "losses": [[mb, dtype_name(loss), list(loss.shape)] for mb, loss in losses.items()],

@@ -333,7 +333,7 @@ class SharedSums:
             self._add(*arriving.popleft())
 
     def _exchanged(self, turn: Turn, collectives: Collectives) -> "list[_Exchange]":
-        mine = self._taken(turn) if turn.owner == self._place else None
+        mine = self._wait_computed(turn) if turn.owner == self._place else None
         exchanges = []
         for number, row in enumerate(self._numbers[turn.stage]):
             nothing = torch.empty(0, dtype=row.dtype)
@@ -348,7 +348,7 @@ class SharedSums:
             exchanges.append(_Exchange(pending, incoming[turn.owner], outgoing))
         return exchanges
 
-    def _taken(self, turn: Turn) -> list[list[torch.Tensor]]:
+    def _wait_computed(self, turn: Turn) -> list[list[torch.Tensor]]:
         with self._changed:
             self._changed.wait_for(lambda: self._abandoned or turn in self._computed)
             if turn not in self._computed:

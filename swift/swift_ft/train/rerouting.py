@@ -68,7 +68,7 @@ def hooked_parameter(stages: Sequence[Any]) -> str:
     """Returns the name of a parameter with a hook on accumulated gradients; empty if there is none. Rerouting cannot
     call such a hook correctly: a lost rank's peers accumulate the gradients of their microbatches separately."""
     named = (pair for stage in stages for pair in stage.submod.named_parameters())
-    return next((name for name, parameter in named if torch_private.told_of_sums(parameter)), "")
+    return next((name for name, parameter in named if torch_private.has_sum_hooks(parameter)), "")
 
 
 # Trial of a degraded step in a full world: its results are compared with those of the full world.
@@ -270,7 +270,7 @@ class Rerouting(Adoption):
         self._capturing = True
         try:
             for origin in assignment.adopted_by(self._slot):
-                taken = self._carried_out(origin, step, self._taken)
+                taken = self._carried_out(origin, step, self._captured_inputs)
                 # Gradients from before the call count as a part of the first microbatch's.
                 begins = assignment.owner(group, origin, 0) == self._slot
                 inputs[origin // self._parts] = taken if begins else taken._replace(gradients={})
@@ -467,7 +467,7 @@ class Rerouting(Adoption):
             raise self._site.config.not_shared(_NO_CALL)
         return left
 
-    def _taken(self) -> Inputs:
+    def _captured_inputs(self) -> Inputs:
         taken, self._captured = self._captured, None
         if taken is None:
             raise self._site.config.not_shared(_NO_CALL)

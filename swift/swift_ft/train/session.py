@@ -158,7 +158,7 @@ class Session:
             self._engine.close()
             # this session's parts are gone before the process creates its next session
             if self._config.setting.calls_again or self._shadow is not None:
-                torch_private.let_go()
+                torch_private.undo_patches()
 
     # --- where this rank stands ---
 

@@ -89,7 +89,7 @@ class SetUp:
         work = SetUpWork(self, group, name, results, run, key, alike=alike, kept=kept)
         if not self._alone and not self._membership.finished:
             with suppress(RuntimeError):  # a generation has ended: `finish` goes on in the next one
-                if self._told(key) is None:
+                if self._read_of_earlier(key) is None:
                     work.submit(self._membership.generation)
         return work
 
@@ -99,7 +99,7 @@ class SetUp:
             try:
                 if not self._alone:
                     self._membership.join_newest()
-                told = self._told(work.key)
+                told = self._read_of_earlier(work.key)
                 if told is None:
                     work.carry_out(self._membership.generation)
                     if not work.alike:
@@ -188,7 +188,7 @@ class SetUp:
         """Returns whether some process of now was there when this was told, by the ids, which grow."""
         return bool(min(self._membership.members()) <= told["newest"])
 
-    def _told(self, key: str) -> dict[str, Any] | None:
+    def _read_of_earlier(self, key: str) -> dict[str, Any] | None:
         """Returns what is kept under `key`, unless this rank takes part in the collective itself."""
         told = self._read(key)
         if told is None or self._alone or self._membership.finished:

@@ -398,7 +398,7 @@ class Owner:
 
     def _combine(self, gradients: Addends, line: GradientChain) -> None:
         parameters = list(self._module.parameters())
-        own = gradients.taken()
+        own = gradients.collect()
         strides = first_strides(own)
         with torch.no_grad():
             sums = line.pass_up(parameters, own)

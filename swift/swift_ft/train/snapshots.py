@@ -106,7 +106,7 @@ class Snapshots(Participant):
         """Rank -> an outdated copy, whose memory the next one reuses."""
         self._taken_in = 0
 
-    def held(self) -> tuple[HeldSnapshot, ...]:
+    def held_snapshots(self) -> tuple[HeldSnapshot, ...]:
         return tuple(
             HeldSnapshot(rank, version)
             for version, copies in sorted(self._copies.items())
@@ -117,13 +117,13 @@ class Snapshots(Participant):
 
     def before_step(self, step: Step) -> None:
         if not step.replaying and self._taken_in != self._membership().generation:
-            self._take()
+            self._snapshot_now()
 
     def after_step(self, step: Step) -> None:
         if step.by_all and step.version % self._site.config.steps_to_snapshot == 0:
-            self._take()
+            self._snapshot_now()
 
-    def _take(self) -> None:
+    def _snapshot_now(self) -> None:
         membership = self._membership()
         self.take_snapshot(membership.generation, membership.assignment, membership.hosts)
 

@@ -212,7 +212,7 @@ class Staggering(Participant):
         or nan on this rank."""
         self._under_way(own, math.inf, _FOUND_INFINITE, of_flags=True)
 
-    def told_infinite(self, found: torch.Tensor) -> None:
+    def count_infinite(self, found: torch.Tensor) -> None:
         """(a step that waits) Counts the flag as a norm. `found`: 1.0 if some stage's scaler has found inf or nan."""
         self._count(bool(found))
 
@@ -247,16 +247,16 @@ class Staggering(Participant):
         if any(norm.clips() for norm in pending.norms):
             raise self._misspeculated(pending)
         self._pending = None
-        self._let_go(pending.step)
+        self._drop_copy(pending.step)
         for _ in pending.norms:
             self._count(False)
         self._site.member.version = pending.step + 1
         updates = self._site.state.updates
-        self.agreed(updates.heard(pending.ballot, pending.step).waits_next)
+        self.agreed(updates.apply_outcome(pending.ballot, pending.step).waits_next)
         events.emit("settled", rank=self._site.rank, step=pending.step, waited_s=time.monotonic() - began)
         if updates.ahead and (updates.hold_next or self._waits_next):
             updates.wait_for_vote()
-            self._let_go(self._site.state.version)
+            self._drop_copy(self._site.state.version)
 
     def blamed(self, error: Exception) -> Exception:
         """(a step has failed) Returns `error`, or Misspeculated if the step before has to be taken back anyway."""
@@ -316,7 +316,7 @@ class Staggering(Participant):
             norm.give_up()
         self._pending, self._waits_next = None, True
         for version in list(self._copies):
-            self._let_go(version)
+            self._drop_copy(version)
 
     # --- ---
 
@@ -331,7 +331,7 @@ class Staggering(Participant):
             f"step {pending.step} is done again: {why}, and it had gone on before that was known"
         )
 
-    def _let_go(self, version: int) -> None:
+    def _drop_copy(self, version: int) -> None:
         copy = self._copies.pop(version, None)
         if copy is not None:
             self._spare = [*self._spare, copy][-2:]

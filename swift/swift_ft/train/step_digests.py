@@ -99,9 +99,9 @@ class Witness:
         expected = self._expected[self._step]
         lacking = [seen for seen in expected if seen not in self._reached]
         if lacking and not self.quiet:
-            self._tell(Difference(lacking[0], expected[lacking[0]], None))
+            self._report(Difference(lacking[0], expected[lacking[0]], None))
 
-    def _tell(self, difference: Difference) -> None:
+    def _report(self, difference: Difference) -> None:
         self.quiet = True
         self.differs(self._step, difference.words(self._step))
 
@@ -149,7 +149,7 @@ class Witness:
         if expected is not None:
             before = expected.get(seen)
         if before != digest:
-            self._tell(Difference(seen, before, digest))
+            self._report(Difference(seen, before, digest))
 
     def count(self, kind: str, name: str) -> int:
         """Returns how often this was called with the same arguments in this step before."""

@@ -225,17 +225,17 @@ class Undo(Restore):
     def restore(self, site: Site, mine: RankPlan) -> None:
         try:
             if site.staggering is not None and site.staggering.take_back(mine.from_version):
-                _tell(site, UndoResult(mode="copy", exact=True, buckets=0))
+                _emit_undone(site, UndoResult(mode="copy", exact=True, buckets=0))
                 return
             results = site.state.undo()
         except ServiceError as error:  # parameters are at no version now; the next plan does not use them
             site.state.present = False
             raise ReplayRefused(str(error)) from None
         for result in results:
-            _tell(site, result)
+            _emit_undone(site, result)
 
 
-def _tell(site: Site, result: UndoResult) -> None:
+def _emit_undone(site: Site, result: UndoResult) -> None:
     events.emit(
         "undone",
         rank=site.rank,

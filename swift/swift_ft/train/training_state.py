@@ -15,7 +15,7 @@ import xxhash
 
 from swift_ft import torch_private
 from swift_ft.comm.groups import ReconfigurableGroup
-from swift_ft.device import accelerator_in_use, settle_copies
+from swift_ft.device import accelerator_in_use, wait_for_copies
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.state import fsdp
 from swift_ft.state.carried_gradients import WholeModule
@@ -451,14 +451,14 @@ class TrainerState:
         for optimizer in self.optimizers:
             fsdp.check_optimizer(optimizer)
         states_of(self.optimizers)
-        held = self._held()
+        held = self._optimized_parameters()
         self.updates.ties.check(held)
         if any(p.requires_grad and p not in held for p in self._parameters()):
             raise UsageError(
                 "some parameters of the stages have no optimizer; pass them to session.optimizer or freeze them"
             )
 
-    def _held(self) -> set[torch.nn.Parameter]:
+    def _optimized_parameters(self) -> set[torch.nn.Parameter]:
         """Returns the parameters that the optimizers update. Raises UsageError for one that belongs to no stage,
         because a process that takes over this rank would not have it."""
         held = {p for o in self.optimizers for group in o.param_groups for p in group["params"]}
@@ -590,7 +590,7 @@ class TrainerState:
 
     def _learn_changing(self) -> None:
         """(a step is done) Finds frozen parameters that steps change. Compares all bits in the first steps only."""
-        held = self._held()
+        held = self._optimized_parameters()
         frozen = [
             p for p in self._versions if not (p in held and p.requires_grad) and id(p) not in self._changing
         ]
@@ -637,7 +637,7 @@ class TrainerState:
 
         Buffers are left out: the replica's may have grown or changed type by now.
         """
-        settle_copies()
+        wait_for_copies()
         state = {key: value for key, value in self.shared_dict().items() if key != "modules"}
         tensors, _ = split(state | {"stages": {key: parameters for key, parameters, _ in self._halves()}})
         return tensors
@@ -680,7 +680,7 @@ class TrainerState:
         Other tensors of the state may be changed by any part of a step."""
         if accelerator_in_use() is None:
             return set()
-        trained = [parameter for parameter in self._held() if parameter.requires_grad]
+        trained = [parameter for parameter in self._optimized_parameters() if parameter.requires_grad]
         states = [
             value
             for optimizer in self.optimizers
@@ -741,7 +741,7 @@ class TrainerState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Loads a state. Raises ServiceError if it is another trainer's or another shard's, or, with its name, if one
         of the trainer's objects cannot load it."""
-        settle_copies()
+        wait_for_copies()
         self.modules.between_steps = None
         stages = self.keyed()
         if set(stages) != set(state["stages"]) or len(self.optimizers) != len(state["optimizers"]):

@@ -27,7 +27,7 @@ import torch
 
 from swift_ft import events
 from swift_ft.comm.backend import Rehearsed
-from swift_ft.device import settle_copies
+from swift_ft.device import wait_for_copies
 from swift_ft.errors import NonFiniteLoss, UsageError
 from swift_ft.state import fsdp
 from swift_ft.state.carried_gradients import LeftGradients
@@ -408,9 +408,9 @@ class Updates:
         bucket = self._buckets[self._finished]
         self.cut_step.finish(bucket)
         self._finished += 1
-        self._channel.readings.settle_arrivals()
+        self._channel.readings.read_arrivals()
         self._channel.wait_copied()
-        settle_copies()
+        wait_for_copies()
         with self.cut_step.own():
             bucket.journal.apply(bucket.index)
         self.fault("update", self._finished - 1, (len(self._buckets) + 1) // 2 - 1)
@@ -440,14 +440,14 @@ class Updates:
                     closure()
             raise Rehearsed
         if not self.stepped:
-            self._channel.readings.settle()
+            self._channel.readings.read()
             self.before_update()
             if not (self.held or self.ahead):
                 self.commit()
         self.stepped += 1
         self._needs_hold = self._needs_hold or self.stepped > 1
         self._channel.wait_copied()
-        settle_copies()
+        wait_for_copies()
         self.begun = not self.held
         journal.again()
         if len(journal.buckets) == 1 and not journal.complete:
@@ -483,7 +483,7 @@ class Updates:
         A step may end without an update (a loss that is not finite, a scaler that has skipped it). Then all replicas of
         a stage must end it so. Raises UsageError if they do not, and the errors of the vote.
         """
-        self._channel.readings.settle()
+        self._channel.readings.read()
         self.check_whole()
         self.cut_step.check_step(self.stepped)
         if self.committed:
@@ -507,7 +507,7 @@ class Updates:
                 self.fault("optimizer")
             self.cut_step.through(self.vote)
             self.voting = False
-            self.cut_step.tell(self._version, self.optimizers)
+            self.cut_step.emit_step(self._version, self.optimizers)
         self.committed = True
 
     # --- ballots ---
@@ -521,7 +521,7 @@ class Updates:
             holds=holds, lines=lines, waits=waits, steps=steps, group=stage_group, groups=stage_groups
         )
 
-    def heard(self, ballot: torch.Tensor, step: int) -> Outcome:
+    def apply_outcome(self, ballot: torch.Tensor, step: int) -> Outcome:
         """Applies and returns the result of a step's vote. Raises UsageError if replicas do not step alike."""
         said = outcome(ballot, step)
         self.hold_next, self.lines = said.hold_next, said.lines
@@ -639,8 +639,8 @@ class Updates:
         )
         if not self.partial:
             return whole
-        exact = all(journal.takes_back in ("exact", "preimage") for journal in self.journals)
-        can = all(journal.takes_back != "none" for journal in self.journals)
+        exact = all(journal.undone_by in ("exact", "preimage") for journal in self.journals)
+        can = all(journal.undone_by != "none" for journal in self.journals)
         return replace(whole, version=None, undo_to=version if can else None, undo_exact=exact)
 
     def undo(self) -> list[UndoResult]:

@@ -349,7 +349,7 @@ async def test_a_coordinator_that_stops_takes_no_command(driver: Driver) -> None
         await driver.apply("j", pb.ExitRequest(rank=0, incarnation="a", pid=1, exit_code=-9))
     with pytest.raises(Unavailable, match="shutting down"):
         await driver.join("k", join())
-    for seen in driver.status("j"), driver.jobs(lambda _: True), driver.look(len):
+    for seen in driver.status("j"), driver.jobs(lambda _: True), driver.read_jobs(len):
         with pytest.raises(Unavailable, match="shutting down"):
             await seen
     await asyncio.sleep(0.05)

@@ -80,7 +80,7 @@ async def test_nothing_is_answered_or_shown_before_it_is_durable(logs: FakeLogs)
         asyncio.create_task(driver.apply("j", pb.HeartbeatRequest(rank=1, incarnation="x", version=0))),
     ]
     await asyncio.sleep(0.02)
-    seen = driver.status("j"), driver.jobs(lambda _: True), driver.look(len)
+    seen = driver.status("j"), driver.jobs(lambda _: True), driver.read_jobs(len)
     asks = [asyncio.create_task(one) for one in seen]
     await asyncio.sleep(0.02)
     assert not any(task.done() for task in (*asked, *asks))

@@ -59,7 +59,7 @@ class World:
         child = self.nursery.children[-1]
         found = {"steps": steps, "difference": difference, "why_not": why_not, "passing": passing}
         child.said += json.dumps(found).encode() + b"\n"
-        self.rehearsals.heard(child)
+        self.rehearsals.handle_output(child)
 
 
 @pytest.fixture
@@ -97,10 +97,10 @@ def test_what_it_says_may_come_in_parts() -> None:
     world.turn()
     child = world.nursery.children[0]
     child.said = b'{"steps": 4'
-    world.rehearsals.heard(child)
+    world.rehearsals.handle_output(child)
     assert len(world.link.told) == 1
     child.said += b', "difference": "", "why_not": "", "passing": false}\n'
-    world.rehearsals.heard(child)
+    world.rehearsals.handle_output(child)
     assert world.link.told[-1] == (4, 20, {"steps": 4})
 
 

@@ -92,7 +92,7 @@ class World:
                 self.end(child, -9)
             elif not child.warm and child.exit_code is None:
                 child.warm = True
-                self.spares.heard(child)
+                self.spares.handle_output(child)
 
     def end(self, child: Any, code: int) -> None:
         child.exit_code = code
@@ -107,7 +107,7 @@ class World:
 
     def hear(self, child: Any, why_not: str = "", *, passing: bool = False) -> None:
         child.said += json.dumps({"why_not": why_not, "passing": passing}).encode() + b"\n"
-        self.spares.heard(child)
+        self.spares.handle_output(child)
 
     def take(self, rank: int, *, on_its_device: bool = True) -> Any:
         child: Any = self.spares.assign(rank, on_its_device=on_its_device)
@@ -272,10 +272,10 @@ def test_a_result_that_comes_in_parts_is_heard_once_it_is_whole() -> None:
     child = world.warming()
     for part in (b'{"why_not": "", ', b'"passing": false}'):
         child.said += part
-        world.spares.heard(child)
+        world.spares.handle_output(child)
         assert child.warming
     child.said += b"\n"
-    world.spares.heard(child)
+    world.spares.handle_output(child)
     assert (child.warming, child.warmed_up) == (False, True)
 
 

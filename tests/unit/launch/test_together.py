@@ -57,8 +57,8 @@ def test_two_failures_at_once_are_one_round_and_nobody_begins_before_all_have_st
     machines.until(lambda: first.round == second.round == 1)
     assert first.reason == second.reason
     assert first.reason in ("rank 0 failed", "rank 1 failed")
-    turns, look = [], first._look
-    first._look = lambda store: (look(store), turns.append(1), machines.news.set())  # type: ignore[method-assign]
+    turns, look = [], first._poll
+    first._poll = lambda store: (look(store), turns.append(1), machines.news.set())  # type: ignore[method-assign]
     first.stopped(1)
     machines.until(lambda: len(turns) > 2)
     assert not machines.store.check(["swift/port/1"]), "the second machine has not stopped"

@@ -272,7 +272,7 @@ def test_another_file_of_the_same_name_is_lent_anew(server: InProcess, tmp_path:
     lender, entries = Lender(server.storage), [stream.by_sequence[0]]
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours:
-        assert lender.take(its)
+        assert lender.connect(its)
         first = segments(tmp_path)[0]
         files = [lender.lend(stream, entries)[0][0].file for _ in range(2)]
         content = first.read_bytes()

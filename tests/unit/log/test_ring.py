@@ -187,30 +187,30 @@ def test_a_consumer_begins_at_the_tail_and_finds_the_sequences(world: World) -> 
 
 def test_a_copy_is_cleared_for_another_server_and_kept_for_the_same(world: World) -> None:
     memory = world.memory
-    assert memory.assign([1, 2], world.consumer.held()) == {1: 0, 2: 1}
+    assert memory.assign([1, 2], world.consumer.unread_records()) == {1: 0, 2: 1}
     for number in range(3):
         assert world.push(b"%d" % number, number) > 0
-    held = world.consumer.held()
+    held = world.consumer.unread_records()
     assert [entry.key.step for entry in held] == [0, 1, 2]
     assert world.consumer.position == 0
 
     def sequences() -> list[tuple[int, int]]:
-        return [(entry.sequence(0), entry.sequence(1)) for entry in world.consumer.held()]
+        return [(entry.sequence(0), entry.sequence(1)) for entry in world.consumer.unread_records()]
 
     for number, entry in enumerate(held[:2]):
         entry.set_sequence(0, 40 + number)
         entry.set_sequence(1, 70 + number)
     memory.set_acked(0, 0, 40)
     memory.set_acked(0, 1, 70)
-    assert memory.assign([2, 1], world.consumer.held()) == {1: 0, 2: 1}
+    assert memory.assign([2, 1], world.consumer.unread_records()) == {1: 0, 2: 1}
     assert sequences() == [(40, 70), (41, 71), (-1, -1)]
     # The first one is lost; it is used again later, emptied: it is not the same any more.
-    assert memory.assign([2, 3], world.consumer.held()) == {2: 1, 3: 0}
+    assert memory.assign([2, 3], world.consumer.unread_records()) == {2: 1, 3: 0}
     assert sequences() == [(-1, 70), (-1, 71), (-1, -1)]
     assert (memory.acked(0, 0), memory.acked(0, 1)) == (-1, 70)
-    assert memory.assign([3], world.consumer.held()) == {3: 0}
+    assert memory.assign([3], world.consumer.unread_records()) == {3: 0}
     assert sequences() == [(-1, -1)] * 3
-    assert memory.assign([3, 4], world.consumer.held()) == {3: 0, 4: 1}
+    assert memory.assign([3, 4], world.consumer.unread_records()) == {3: 0, 4: 1}
     del held, entry
 
 

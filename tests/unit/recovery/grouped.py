@@ -11,7 +11,7 @@ from tests.unit.recovery.situations import NEWEST, Situation, inventories, parti
 def grouped_situations(draw: st.DrawFn) -> Situation:
     """Four to six stages, some of them in recovery groups of several, of which ranks are lost or behind."""
     places, dp_size = draw(st.integers(4, 6)), draw(st.sampled_from([1, 1, 2]))
-    assignment = Assignment.told(
+    assignment = Assignment.from_reports(
         num_stages=places, stages={rank: (rank // dp_size,) for rank in range(places * dp_size)}
     )
     cuts = sorted(draw(st.sets(st.integers(1, places - 1), min_size=1, max_size=places - 2)))

@@ -61,7 +61,7 @@ def assignments(draw: st.DrawFn, dp_size: int) -> Assignment:
         for dp_rank in range(dp_size)
     }
     shards = {rank: draw(st.integers(0, 1)) for rank in ranks} if draw(st.integers(0, 2)) == 2 else {}
-    return Assignment.told(num_stages=num_stages, stages=stages, shards=shards)
+    return Assignment.from_reports(num_stages=num_stages, stages=stages, shards=shards)
 
 
 @st.composite

@@ -33,7 +33,7 @@ AT_10 = (0, 10)
 
 def mesh(stages: int, dp_size: int, shards: dict[int, int] | None = None) -> Assignment:
     """Rank = stage * dp_size + dp_rank, as torch numbers a (pipeline, data) mesh."""
-    return Assignment.told(
+    return Assignment.from_reports(
         num_stages=stages,
         stages={rank: (rank // dp_size,) for rank in range(stages * dp_size)},
         shards=shards or {},
@@ -419,7 +419,7 @@ class TestRefusals:
 
 
 def test_ranks_that_name_no_stage_are_planned_each_by_itself() -> None:
-    assignment = Assignment.told(num_stages=0, stages={0: (), 1: ()})
+    assignment = Assignment.from_reports(num_stages=0, stages={0: (), 1: ()})
     outcome, _ = plan(reports(held(15), LOST), assignment, {}, AT_10, AUTO)
     assert outcome is not None
     assert ways(outcome) == [(KEEP, 15), (REPLAY, 10)]
@@ -506,7 +506,7 @@ def check_is_the_one(situation: Situation) -> None:
 @given(situations())
 def test_the_order_of_what_is_said_does_not_matter(situation: Situation) -> None:
     said, assignment, log, *rest = situation.arguments()
-    turned = Assignment.told(
+    turned = Assignment.from_reports(
         num_stages=assignment.num_stages,
         stages=dict(reversed(list(assignment.stages.items()))),
         shards={n: slot.shard for n, slot in reversed(list(enumerate(assignment.slots)))},

@@ -59,7 +59,7 @@ class TestSlots:
             Assignment.grid(size, replicas=replicas, shards=shards)
 
     def test_what_ranks_have_told_is_put_in_order(self) -> None:
-        told = Assignment.told(
+        told = Assignment.from_reports(
             num_stages=4,
             stages={slot: (0, 3) if slot in (1, 4, 5) else (1, 2) for slot in range(6)},
             shards={4: 1, 5: 1},
@@ -93,10 +93,10 @@ class TestSlots:
         self, num_stages: int, stages: dict[int, tuple[int, ...]], why: str
     ) -> None:
         with pytest.raises(ValueError, match=f"^{re.escape(why)}$"):
-            Assignment.told(num_stages=num_stages, stages=stages)
+            Assignment.from_reports(num_stages=num_stages, stages=stages)
 
     def test_ranks_that_name_no_stage_are_no_replicas(self) -> None:
-        told = Assignment.told(num_stages=0, stages={0: (), 1: ()})
+        told = Assignment.from_reports(num_stages=0, stages={0: (), 1: ()})
         assert told.groups() == ((0,), (1,))
         assert told.peers(0) == ()
 
@@ -163,7 +163,7 @@ def worlds(draw: st.DrawFn) -> Assignment:
         for slot in range(groups * dp_size)
     }
     shards = {slot: slot % 2 for slot in stages} if dp_size % 2 == 0 and draw(st.booleans()) else {}
-    return Assignment.told(num_stages=groups * (1 + looped), stages=stages, shards=shards)
+    return Assignment.from_reports(num_stages=groups * (1 + looped), stages=stages, shards=shards)
 
 
 @st.composite

@@ -238,7 +238,9 @@ class TestAPlan:
 
     def test_a_rank_of_two_stages_computes_both(self) -> None:
         reports = [Report(rank=rank, version=None if rank == 1 else 15, can_help=True) for rank in range(3)]
-        assignment = Assignment.told(num_stages=6, stages={rank: (rank, rank + 3) for rank in range(3)})
+        assignment = Assignment.from_reports(
+            num_stages=6, stages={rank: (rank, rank + 3) for rank in range(3)}
+        )
         said = measured(6)
         said = {rank: changed(said[rank], stages=said[rank + 3].stages) for rank in range(3)}
         outcome, _ = plan(

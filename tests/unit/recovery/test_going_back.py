@@ -22,7 +22,7 @@ CONFIG = PlanConfig(strategy="snapshot")
 
 
 def assignment() -> Assignment:
-    return Assignment.told(num_stages=RANKS, stages={rank: [rank] for rank in range(RANKS)})
+    return Assignment.from_reports(num_stages=RANKS, stages={rank: [rank] for rank in range(RANKS)})
 
 
 def said(

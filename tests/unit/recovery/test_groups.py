@@ -95,7 +95,7 @@ class TestText:
 
 
 def mesh(stages: int, dp_size: int = 1) -> Assignment:
-    return Assignment.told(
+    return Assignment.from_reports(
         num_stages=stages, stages={rank: (rank // dp_size,) for rank in range(stages * dp_size)}
     )
 

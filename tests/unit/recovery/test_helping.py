@@ -123,8 +123,8 @@ class TestGroups:
 class TestSeveralStages:
     """A rank has as many neighbours as its stages have, on other ranks."""
 
-    LOOP = Assignment.told(num_stages=8, stages={rank: (rank, rank + 4) for rank in range(4)})
-    V = Assignment.told(num_stages=8, stages={rank: (rank, 7 - rank) for rank in range(4)})
+    LOOP = Assignment.from_reports(num_stages=8, stages={rank: (rank, rank + 4) for rank in range(4)})
+    V = Assignment.from_reports(num_stages=8, stages={rank: (rank, 7 - rank) for rank in range(4)})
 
     def test_all_that_hold_the_target(self) -> None:
         for assignment in (self.LOOP, self.V):
@@ -150,7 +150,7 @@ class TestSeveralStages:
 
 class TestNotYet:
     def test_replicas(self) -> None:
-        assignment = Assignment.told(num_stages=2, stages={0: (0,), 1: (0,), 2: (1,), 3: (1,)})
+        assignment = Assignment.from_reports(num_stages=2, stages={0: (0,), 1: (0,), 2: (1,), 3: (1,)})
         log = {
             name: replace(summary, stream=name)
             for old, summary in full_log(range(2), 0, 14).items()

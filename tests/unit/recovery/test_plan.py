@@ -25,7 +25,7 @@ def reports(*versions: int | None) -> list[Report]:
 
 
 def one_stage_each(ranks: int) -> Assignment:
-    return Assignment.told(num_stages=ranks, stages={rank: (rank,) for rank in range(ranks)})
+    return Assignment.from_reports(num_stages=ranks, stages={rank: (rank,) for rank in range(ranks)})
 
 
 def log(*summaries: StreamSummary) -> dict[str, StreamSummary]:
@@ -173,7 +173,7 @@ def test_streams_that_nobody_replays_from_may_be_corrupt() -> None:
 
 def test_stages_handed_over_inside_a_rank_need_no_stream() -> None:
     # V-schedule: rank 0 runs stages 0 and 3, rank 1 stages 1 and 2.
-    assignment = Assignment.told(num_stages=4, stages={0: (0, 3), 1: (1, 2)})
+    assignment = Assignment.from_reports(num_stages=4, stages={0: (0, 3), 1: (1, 2)})
     outcome = decided(
         reports(15, None), assignment, log(stream("s0.F", 10, 14), stream("s3.B", 10, 14)), AT_10, AUTO
     )

@@ -69,7 +69,7 @@ class Data:
 @pytest.fixture(autouse=True)
 def afterwards() -> Any:
     yield
-    torch_private.let_go()
+    torch_private.undo_patches()
     # Freed one by one, iterators end their workers at once. The collector of cycles ends the queues to the workers
     # first, and torch waits 5 s for each of them.
     for data in list(Data.there):

@@ -99,7 +99,7 @@ def test_times_are_of_one_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
             with profile.computing(0, kind):
                 now[0] += seconds
             now[0] += 10.0  # for a neighbour
-        profile.settled()
+        profile.mark_last_wait()
         now[0] += 0.5
         profile.end(number, replay=False)
     found = measured(profile)

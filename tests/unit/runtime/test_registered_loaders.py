@@ -136,7 +136,7 @@ class Iterating:
 @pytest.fixture(autouse=True)
 def afterwards() -> Any:
     yield
-    torch_private.let_go()
+    torch_private.undo_patches()
 
 
 class Trainer:

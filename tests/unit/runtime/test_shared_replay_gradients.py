@@ -64,7 +64,7 @@ def test_the_bits_of_one_process(dtype: torch.dtype, reentrant: bool | None, fir
         own = Addends(parameters, first=share.start == 0)
         for mb in share:
             module(xs[mb], mb).backward()
-        sums = [added_in_order(total, mine) for total, mine in zip(sums, own.taken(), strict=True)]
+        sums = [added_in_order(total, mine) for total, mine in zip(sums, own.collect(), strict=True)]
         assert all(parameter.grad is None for parameter in parameters)
 
     for (name, parameter), total in zip(plain.named_parameters(), sums, strict=True):

@@ -73,7 +73,9 @@ class Job:
         self.worlds = [World(network, rank, self.barrier, self.ended) for rank in range(RANKS)]
         self.states: list[Any] = [State(rank) for rank in range(RANKS)]
         self.ranks = [self.fresh(rank) for rank in range(RANKS)]
-        self.assignment = Assignment.told(num_stages=RANKS, stages={rank: [rank] for rank in range(RANKS)})
+        self.assignment = Assignment.from_reports(
+            num_stages=RANKS, stages={rank: [rank] for rank in range(RANKS)}
+        )
 
     def fresh(self, rank: int) -> Snapshots:
         config, channel = (

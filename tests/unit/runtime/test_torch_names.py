@@ -121,5 +121,5 @@ def test_a_group_is_split_by_new_groups_and_only_the_default_one(monkeypatch: py
         with pytest.raises(UsageError, match=r"use dist\.new_group, on all ranks"):
             dist.split_group(group, [[0]])
     finally:
-        torch_private.let_go()
+        torch_private.undo_patches()
     assert dist.split_group is plain

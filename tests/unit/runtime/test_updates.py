@@ -233,7 +233,7 @@ def test_a_vote_says_whether_another_rank_writes_lines(lines: bool) -> None:
     updates.begin_step(0)
     said = updates.ballot(0, 1, lines=False, waits=False)
     said[1] = float(lines)  # the greatest of what all ranks say
-    updates.heard(said, 0)
+    updates.apply_outcome(said, 0)
     updates.voting = True
     assert updates.standing(0).forward_by_all is lines
 

@@ -96,10 +96,10 @@ class Calculation:
             "parameters": {"0": self._module.state_dict()},
             "optimizer": [self._optimizer.state_dict()],
         }
-        return {name: digest(*_told(part)) for name, part in parts.items()}
+        return {name: digest(*_in_json(part)) for name, part in parts.items()}
 
 
-def _told(part: Any) -> tuple[dict[str, torch.Tensor], str]:
+def _in_json(part: Any) -> tuple[dict[str, torch.Tensor], str]:
     tensors, rest = split(part)
     return tensors, json.dumps(rest)
 

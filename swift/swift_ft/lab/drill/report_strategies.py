@@ -100,7 +100,7 @@ def _calculation_check(facts: Facts) -> Check:
     name = "the calculation has the failure-free run's bits until the loss"
     evidence = facts.evidence
     lost = [r.target_version for r in facts.recoveries if r.vacant and r.target_version is not None]
-    until = min([*lost, *told(facts.events)], default=-1)
+    until = min([*lost, *lossy_buckets(facts.events)], default=-1)
     pairs = [
         (evidence.calculated.get(version), evidence.twin_digests.get(f"rank0-v{version}"))
         for version in range(1, until + 1)
@@ -247,7 +247,7 @@ Bucket = Mapping[str, Any]
 """One bucket. `parameters`: indices in the optimizer's order; `contributors`: data-parallel ranks; `divisor`."""
 
 
-def told(events: Sequence[Event]) -> dict[int, list[Bucket]]:
+def lossy_buckets(events: Sequence[Event]) -> dict[int, list[Bucket]]:
     """Returns step -> its buckets, as reported by the first rank."""
     steps: dict[int, list[Bucket]] = {}
     for event in events:
@@ -260,7 +260,7 @@ def _lossy_checks(facts: Facts) -> list[Check]:
     return [
         _finished_check(facts),
         _alike_check(facts),
-        *(_possible_check(step, facts) for step in told(facts.events)),
+        *(_possible_check(step, facts) for step in lossy_buckets(facts.events)),
     ]
 
 
@@ -283,7 +283,7 @@ def _finished_check(facts: Facts) -> Check:
 
 
 def _alike_check(facts: Facts) -> Check:
-    first = told(facts.events)
+    first = lossy_buckets(facts.events)
     other = [
         (int(e["rank"]), int(e["step"]))
         for e in facts.events
@@ -296,7 +296,7 @@ def _possible_check(step: int, facts: Facts) -> Check:
     """Checks that each parameter is in one bucket, and that each bucket is the mean over ranks that were present
     together."""
     name = f"the buckets of step {step} are means of ranks that were there together"
-    buckets = told(facts.events)[step]
+    buckets = lossy_buckets(facts.events)[step]
     numbers = sorted(number for bucket in buckets for number in bucket["parameters"])
     worlds = [sorted(world) for world in _worlds(step, facts)]
     wrong = [
@@ -336,7 +336,7 @@ def _lossy(facts: Facts) -> list[dict[str, Any]]:
                 for bucket in buckets
             ],
         }
-        for step, buckets in sorted(told(facts.events).items())
+        for step, buckets in sorted(lossy_buckets(facts.events).items())
     ]
 
 

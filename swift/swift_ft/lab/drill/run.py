@@ -35,7 +35,7 @@ from swift_ft.lab.drill.cluster import JOB, POLL_S, Cluster, Security
 from swift_ft.lab.drill.config import DrillConfig, same_identity
 from swift_ft.lab.drill.facts import Evidence
 from swift_ft.lab.drill.faults import to_environment
-from swift_ft.lab.drill.report_strategies import told
+from swift_ft.lab.drill.report_strategies import lossy_buckets
 from swift_ft.lab.drill.verdict_checks import Digest, Losses, losses_of
 from swift_ft.lab.failures import damage
 from swift_ft.lab.failures.damage import EXTERNAL, HeldVictims, flip, segment_files
@@ -241,7 +241,7 @@ class FaultedRun:
         out = self.directory / "calculated.json"
         command = [sys.executable, "-P", "-m", "swift_ft.lab.drill.calculation"]
         command += [*self._config.trainer_arguments(), "--absent", json.dumps(absent)]
-        command += ["--cut", json.dumps(told(trace)), "--out", str(out)]
+        command += ["--cut", json.dumps(lossy_buckets(trace)), "--out", str(out)]
         done = subprocess.run(
             command,
             env={**os.environ, "OMP_NUM_THREADS": "1"},

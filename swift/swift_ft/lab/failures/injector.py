@@ -119,7 +119,7 @@ class Injector:
         """id -> reason why a failure could not be injected."""
 
     def __enter__(self) -> Self:
-        self._end_listening = events.listen(self._hear)
+        self._end_listening = events.listen(self._track_processes)
         for thread in self._threads:
             thread.start()
         return self
@@ -144,7 +144,7 @@ class Injector:
 
     # --- events ---
 
-    def _hear(self, event: str, fields: Mapping[str, Any]) -> None:
+    def _track_processes(self, event: str, fields: Mapping[str, Any]) -> None:
         """(any thread of the launcher) Tracks the ranks' processes from the launcher's events."""
         if event == "spare_assigned":
             with contextlib.suppress(psutil.Error), self._lock:
@@ -241,7 +241,7 @@ class Injector:
             if process is None:  # on another machine; or being replaced: then the next process is hit
                 return
             pid = process.pid
-            self._tell("fault", index, pid=pid, **about)
+            self._emit_injected("fault", index, pid=pid, **about)
             if fault.kind in _SIGNALS:
                 with contextlib.suppress(psutil.Error):
                     process.send_signal(_SIGNALS[fault.kind])
@@ -292,7 +292,7 @@ class Injector:
     def _kill(self, index: int, address: str, down_s: float | None) -> None:
         """Kills the service at `address`. It is started again after `down_s` seconds; with None never."""
         service = service_at(address)
-        self._tell("service_killed", index, address=address, pid=service.pid)
+        self._emit_injected("service_killed", index, address=address, pid=service.pid)
         service.kill()
 
         def start_again() -> None:
@@ -315,13 +315,13 @@ class Injector:
             directories = [service_at(address).data for address in self._status().view.log_servers]
             flipped = damage.corrupt_stream(directories, fault.stream, fault.step, seed=index)
         if flipped is not None:
-            self._tell("corrupted", index, **flipped)
+            self._emit_injected("corrupted", index, **flipped)
         elif time.monotonic() - since > HOLD_S:
             raise UsageError("there is nothing that could be damaged")
 
     # --- lasting failures, and held victims ---
 
-    def _tell(self, event: str, index: int, **fields: Any) -> None:
+    def _emit_injected(self, event: str, index: int, **fields: Any) -> None:
         self._done.add(index)
         self._injected_at = events.now()
         events.emit(event, id=fault_id(index), **fields)

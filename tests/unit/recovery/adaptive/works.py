@@ -20,7 +20,7 @@ def shared(
     """The owners where (stage group, origin) of `lost` are lost; worker numbers are group * origins + origin."""
     stages = {g * origins + d: mine for g, mine in enumerate(group_stages) for d in range(origins)}
     members = {worker: worker for worker in stages if divmod(worker, origins) not in lost}
-    job = Assignment.told(num_stages=sum(map(len, group_stages)), stages=stages, members=members)
+    job = Assignment.from_reports(num_stages=sum(map(len, group_stages)), stages=stages, members=members)
     return owners_of(job.rerouted(), microbatches)
 
 
