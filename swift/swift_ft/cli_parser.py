@@ -4,6 +4,7 @@ import argparse
 import errno
 import importlib
 import importlib.util
+import io
 import ipaddress
 import json
 import math
@@ -232,7 +233,7 @@ def command(run: Callable[..., int]) -> Callable[..., int]:
 def end_quietly(program: Callable[[], int]) -> int:
     """Runs a program of the command line and returns its exit code: 130 after Ctrl-C, and 141 once nobody reads what it
     prints, as a shell has them for SIGINT and SIGPIPE."""
-    _open_streams()
+    _prepare_streams()
     try:
         try:
             return program()
@@ -256,14 +257,18 @@ def end_process(program: Callable[[], int]) -> NoReturn:
     os._exit(end_quietly(program))
 
 
-def _open_streams() -> None:
+def _prepare_streams() -> None:
     """Opens standard streams that are closed (``2>&-``), to nowhere. Otherwise the next file that this process or a
-    child of it opens gets the stream's number, and what a library says there goes into that file."""
+    child of it opens gets the stream's number, and what a library says there goes into that file. Makes stdout print
+    characters that the locale lacks, or that are none (in names of files), as stderr does: escaped."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             nowhere = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
             os.set_inheritable(nowhere, True)
             setattr(sys, name, os.fdopen(nowhere, mode))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _is_unread() -> bool:

@@ -83,6 +83,8 @@ REMOVED = "[removed]"
 _SECRET_NAME = re.compile(
     r"token|authorization|secret|passw(or)?d|credential|private[_-]?key|api[_-]?key", re.IGNORECASE
 )
+_PLACE_NAME = re.compile(r".*_(file|path|dir)|(swift|google_application)_credentials", re.IGNORECASE)
+"""Names of variables whose values are no secrets: they say where some are."""
 _SECRET_WORDS = re.compile(
     r"\b(bearer\s+)[A-Za-z0-9._~+/=-]{4,}|"
     r"\b([\w-]*(?:token|authorization|secret|password|credential|api[_-]?key)[\w-]*['\"]?\s*[=:]\s*['\"]?"
@@ -137,7 +139,9 @@ class Redactor:
         values = {
             value.strip()
             for name, value in environment.items()
-            if _SECRET_NAME.search(name) and len(value.strip()) >= _SECRET_BYTES_MIN
+            if _SECRET_NAME.search(name)
+            and not _PLACE_NAME.fullmatch(name)
+            and len(value.strip()) >= _SECRET_BYTES_MIN
         }
         longest_first = sorted(values, key=len, reverse=True)
         self._known = re.compile("|".join(map(re.escape, longest_first))) if values else None

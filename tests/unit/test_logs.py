@@ -152,6 +152,15 @@ def test_innocent_words_stay() -> None:
     assert redactor.value({"key": "step 3", "stream": "s0.F"}) == {"key": "step 3", "stream": "s0.F"}
 
 
+@pytest.mark.parametrize("name", ["SWIFT_CREDENTIALS", "SWIFT_TOKEN_FILE", "GOOGLE_APPLICATION_CREDENTIALS"])
+def test_where_secrets_are_is_none(name: str) -> None:
+    assert (
+        Redactor({name: "/etc/swift"}).text("/etc/swift/tls.key: no such file")
+        == "/etc/swift/tls.key: no such file"
+    )
+    assert Redactor({f"{name}_VALUE": SECRET}).text(SECRET) == REMOVED
+
+
 @given(
     st.text(st.characters(codec="ascii", categories=("L", "N")), min_size=8), st.sampled_from(["", "'", '"'])
 )

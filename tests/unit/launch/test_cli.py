@@ -178,6 +178,20 @@ def test_a_thread_within_torch_does_not_change_how_the_process_ends() -> None:
     assert (ended.returncode, ended.stdout) == (3, "all is well\n"), ended.stderr
 
 
+@pytest.mark.parametrize(
+    ("locale", "said"), [("latin-1:strict", r"gs://\u2026 \udcff"), ("utf-8:strict", r"gs://… \udcff")]
+)
+def test_what_a_locale_lacks_is_printed_escaped(locale: str, said: str) -> None:
+    program = "import sys; from swift_ft import cli; cli._main = print; cli.main('gs://\\u2026 \\udcff')"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONIOENCODING": locale},
+        check=True,
+        capture_output=True,
+    )
+    assert done.stdout.decode(locale.partition(":")[0]) == f"{said}\n"
+
+
 CLOSED = """\
 import os, subprocess, sys
 from swift_ft import cli, logs
