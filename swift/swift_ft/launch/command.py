@@ -23,7 +23,7 @@ from swift_ft.errors import SwiftError, UsageError
 from swift_ft.launch.decisions import Outcome
 from swift_ft.launch.health_check import LIMIT_S_DEFAULT, HealthCheck
 from swift_ft.launch.ranks import LaunchSettings, Output, RankProgram, Std, make_run_dir
-from swift_ft.launch.rendezvous import LOOPBACK, Terms
+from swift_ft.launch.rendezvous import LOOPBACK, Terms, seconds_of
 from swift_ft.launch.standalone import Standalone
 from swift_ft.planner.settings import LOST_SHARDS, QUICKEST, STRATEGIES, lost_shard_problem
 from swift_ft.text import (
@@ -316,7 +316,11 @@ def _add_processes(group: _Group) -> None:
 
 
 def _is_set(name: str) -> bool:
-    return bool(int(os.environ.get(f"PET_{name.upper()}", "0")))
+    variable = f"PET_{name.upper()}"
+    try:
+        return bool(int(os.environ.get(variable, "0")))
+    except ValueError:
+        raise UsageError(f"run: {variable}={os.environ[variable]}: 0 or 1") from None
 
 
 def _add_torchrun(group: _Group) -> None:
@@ -463,6 +467,7 @@ def check_recovery_flags(args: argparse.Namespace) -> None:
 STORE_PORT = 29500
 STORE_TIMEOUT_S = 900.0
 """torchrun's."""
+SECONDS_MAX = 86400.0 * 7
 _TYPED = "abcdefghjkmnpqrstuvwxyz23456789"
 """Characters that are not mistaken for others."""
 # torchrun's flags for the place where machines meet, or for this machine's number.
@@ -567,6 +572,17 @@ def configs_of(text: str) -> dict[str, str]:
     return configs
 
 
+def signals_of(text: str) -> list[signal.Signals]:
+    signals = []
+    for name in map(str.strip, text.split(",")):
+        if name not in signal.Signals.__members__:
+            raise ValueError(f"--signals-to-handle: no signal {name!r}")
+        signals.append(signal.Signals[name])
+        if signals[-1] in (signal.SIGKILL, signal.SIGSTOP):
+            raise ValueError(f"--signals-to-handle: no process can handle {name}")
+    return signals
+
+
 def numbers_of(text: str) -> frozenset[int] | None:
     numbers = [whole_number(word) for word in text.split(",") if text]
     if None in numbers:
@@ -605,12 +621,10 @@ def make_plan(argv: Sequence[str]) -> LaunchPlan:
         streams = Std.from_text(args.redirects)
         configs = configs_of(args.rdzv_conf)
         terms = Terms.of(configs)
-        timeout_s = float(configs.get("timeout", STORE_TIMEOUT_S))
-        signals = [signal.Signals[name.strip()] for name in args.signals_to_handle.split(",")]
+        timeout_s = seconds_of({"timeout": STORE_TIMEOUT_S, **configs}, "timeout", SECONDS_MAX)
+        signals = signals_of(args.signals_to_handle)
     except ValueError as error:
         raise UsageError(f"run: {error}") from error
-    except KeyError as error:
-        raise UsageError(f"run: --signals-to-handle: no signal {error}") from error
     shown = numbers_of(args.local_ranks_filter)
     nodes = machines_of(args.nnodes)
     if meeting is Meeting.NUMBERED and not 0 <= (args.node_rank or 0) < nodes[1]:
@@ -718,8 +732,14 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(f"run: --sigterm-checkpoint-s {args.sigterm_checkpoint_s}: seconds, 0 or more")
     if args.spares < 0:
         raise UsageError(f"run: --spares {args.spares}: 0 or more")
-    if args.monitor_interval <= 0:
-        raise UsageError(f"run: --monitor-interval {args.monitor_interval}: seconds, more than 0")
+    if not 0 < args.monitor_interval <= SECONDS_MAX:
+        raise UsageError(
+            f"run: --monitor-interval {args.monitor_interval}: seconds, more than 0, at most {SECONDS_MAX:g}"
+        )
+    if args.shutdown_timeout is not None and not 0 <= args.shutdown_timeout <= SECONDS_MAX:
+        raise UsageError(f"run: --shutdown-timeout {args.shutdown_timeout}: seconds, 0 to {SECONDS_MAX:g}")
+    if args.master_port is not None and not 0 <= args.master_port < 1 << 16:
+        raise UsageError(f"run: --master-port {args.master_port}: 0 to {(1 << 16) - 1}")
     if args.standalone and args.failures:
         raise UsageError(
             "run: --failures makes services fail as well: start a coordinator and a log server, and leave --standalone "

@@ -121,13 +121,13 @@ class Output:
 
 
 def make_run_dir(log_dir: str | None, run_id: str) -> Path:
-    """Returns a new directory for this run's output: RUN_ID_xxxx in the log directory, as torchrun names it. Raises
-    UsageError if it cannot be created."""
+    """Returns a new directory for this run's output: RUN_ID_xxxx in the log directory, as torchrun names it; a / in the
+    id is written ~. Raises UsageError if it cannot be created."""
     try:
         if log_dir is not None:
             make_directory(Path(log_dir))
         base = os.path.abspath(log_dir or tempfile.mkdtemp(prefix="torchelastic_"))
-        return Path(tempfile.mkdtemp(prefix=f"{run_id}_", dir=base))
+        return Path(tempfile.mkdtemp(prefix=f"{run_id.replace('/', '~')}_", dir=base))
     except OSError as error:
         raise UsageError(
             f"run: --log-dir {log_dir}: {error.strerror}: name a directory that can be written"

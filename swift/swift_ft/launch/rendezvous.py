@@ -8,6 +8,7 @@ machine may be lost, and a new one takes its place without any message to the ot
     (own thread)   talks to the coordinator, and wakes the main loop when the place is lost
 """
 
+import math
 import os
 import socket
 import threading
@@ -126,6 +127,17 @@ LEAVE_S = 2.0
 """Seconds for which a launcher that ends waits until its place is released."""
 
 
+def seconds_of(configs: Mapping[str, object], name: str, most: float = LONGEST_S) -> float:
+    """Returns a time of `--rdzv-conf` that is given. Raises ValueError."""
+    try:
+        value = float(str(configs[name]))
+    except ValueError:
+        value = math.nan
+    if not 0.01 <= value <= most:
+        raise ValueError(f"--rdzv-conf {name}={configs[name]}: 0.01 to {most:g}")
+    return value
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Terms:
     """Settings of `--rdzv-conf` for a meeting, by torch's names."""
@@ -140,13 +152,9 @@ class Terms:
 
     @classmethod
     def of(cls, configs: Mapping[str, object]) -> "Terms":
-        given = {}
-        for name in cls.__dataclass_fields__:
-            if name in configs:
-                given[name] = float(str(configs[name]))
-                if not 0.01 <= given[name] <= LONGEST_S:
-                    raise ValueError(f"--rdzv-conf {name}={configs[name]}: 0.01 to {LONGEST_S:g}")
-        return cls(**given)
+        return cls(
+            **{name: seconds_of(configs, name) for name in cls.__dataclass_fields__ if name in configs}
+        )
 
     @property
     def lease_s(self) -> float:

@@ -90,6 +90,14 @@ def test_numbers_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
     assert (plan.config.node_rank, plan.config.endpoint) == (1, ("a01", 29500))
 
 
+def test_a_switch_in_the_environment_that_is_no_number_gets_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PET_STANDALONE", "true")
+    assert command.main(["train.py"]) == 2
+    assert capsys.readouterr().err == "swift: run: PET_STANDALONE=true: 0 or 1\n"
+
+
 def test_an_endpoint_that_nobody_needs_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     flags = ["--nnodes=2", "--job=j", "--rdzv-backend=c10d", "--rdzv-endpoint=a01:29400"]
     flags += ["--rdzv-conf=join_timeout=60,keep_alive_interval=1,is_host=1"]
@@ -136,7 +144,7 @@ def test_the_start_method_is_fork_unless_flag_or_environment_say_otherwise(
 
 def test_output_goes_where_the_flags_say(tmp_path: Path) -> None:
     flags = ["--nproc-per-node=3", "--log-dir=logs", "--redirects=0:3,1:2", "--local-ranks-filter=0,1"]
-    plan = make_plan([COORDINATOR, *flags, "train.py"])
+    plan = make_plan([COORDINATOR, *flags, "--rdzv-id=team/run", "train.py"])
     found = {
         (rank, stream.name): plan.output.file(rank, stream, "f")
         for rank in range(3)
@@ -145,6 +153,7 @@ def test_output_goes_where_the_flags_say(tmp_path: Path) -> None:
     run_dir = plan.output.run_dir
     assert run_dir is not None
     assert run_dir.parent.resolve() == tmp_path / "logs"
+    assert run_dir.name.startswith("team~run_")
     assert found == {
         (0, "OUT"): str(run_dir / "attempt_0" / "0" / "f"),
         (0, "ERR"): str(run_dir / "attempt_0" / "0" / "f"),
@@ -206,14 +215,23 @@ def test_output_goes_where_the_flags_say(tmp_path: Path) -> None:
             "--preload no_such.thing: there is no such",
         ),
         ([COORDINATOR, "--monitor-interval=0", "train.py"], "--monitor-interval 0"),
+        ([COORDINATOR, "--monitor-interval=1e12", "train.py"], "at most 604800"),
         ([COORDINATOR, "--job=Über", "train.py"], "job name 'Über' is not allowed"),
         ([COORDINATOR, "--rdzv-id=big run", "train.py"], "give another one with --job"),
         ([COORDINATOR, "--redirects=9", "train.py"], "--redirects 9: 0 to 3, or "),
         ([COORDINATOR, "--local-ranks-filter=x", "train.py"], "--local-ranks-filter x: numbers"),
         ([COORDINATOR, "--log-dir=train.py/logs", "train.py"], "name a directory that can be written"),
-        ([COORDINATOR, "--signals-to-handle=SIGWHAT", "train.py"], "SIGWHAT"),
+        ([COORDINATOR, "--signals-to-handle=SIGWHAT", "train.py"], "no signal 'SIGWHAT'"),
+        ([COORDINATOR, "--signals-to-handle=SIGTERM,SIGKILL", "train.py"], "can handle SIGKILL"),
+        ([COORDINATOR, "--signals-to-handle=SIGSTOP", "train.py"], "can handle SIGSTOP"),
+        ([COORDINATOR, "--shutdown-timeout=-1", "train.py"], "--shutdown-timeout -1"),
+        ([COORDINATOR, f"--shutdown-timeout={10**12}", "train.py"], "0 to 604800"),
+        ([COORDINATOR, "--nnodes=2", "--job=j", "--master-port=99999", "train.py"], "0 to 65535"),
         ([COORDINATOR, "--rdzv-conf=nonsense", "train.py"], "nonsense"),
-        ([COORDINATOR, "--rdzv-conf=timeout=soon", "train.py"], "soon"),
+        ([COORDINATOR, "--rdzv-conf=timeout=soon", "train.py"], "--rdzv-conf timeout=soon: 0.01 to 604800"),
+        ([COORDINATOR, "--rdzv-conf=timeout=inf", "train.py"], "--rdzv-conf timeout=inf"),
+        ([COORDINATOR, "--rdzv-conf=timeout=-1", "train.py"], "--rdzv-conf timeout=-1"),
+        ([COORDINATOR, "--rdzv-conf=join_timeout=soon", "train.py"], "join_timeout=soon: 0.01 to 3600"),
         ([COORDINATOR, "--rdzv-backend=etcd", "--nnodes=2", "--job=j", "train.py"], "--rdzv-backend etcd"),
         (
             [COORDINATOR, "--nnodes=2", "--job=j", "--rdzv-conf=last_call_timeout=-1", "train.py"],
