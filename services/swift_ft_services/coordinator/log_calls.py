@@ -176,6 +176,8 @@ class Questions:
             del self._tasks[key]
         if not task.cancelled():
             error = task.exception()
+            if isinstance(error, BaseExceptionGroup):  # of calls to several servers
+                error = error.split(Unavailable)[1]
             if error is not None and not isinstance(error, Unavailable):
                 logger.error("asking the log servers (%s)", " ".join(key), exc_info=error)
                 self._failed(key[0], f"{type(error).__name__} in {key[1]}: {error}")

@@ -236,6 +236,26 @@ def test_a_store_that_fails_or_is_taken_over_ends_the_coordinator(error: Excepti
     test()
 
 
+def test_a_poll_that_answers_after_the_store_has_failed_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    @scenario
+    async def test(driver: Driver, logs: FakeLogs, store: MemoryStore) -> None:
+        async def commit(*_: object) -> None:
+            raise StoreFailed("disk is full")
+
+        await until(lambda: not driver._questions.under_way("j", "fence"))
+        logs.gate.clear()
+        await driver.tick()
+        await until(lambda: {("space", "l0", "j", 1), ("space", "l1", "j", 1)} <= set(logs.calls))
+        store.commit = commit  # type: ignore[method-assign]
+        with pytest.raises(Unavailable):
+            await driver.apply("j", pb.ExitRequest(rank=0, incarnation="a", pid=1, exit_code=-9))
+        logs.gate.set()
+        await until(lambda: not driver._questions.under_way("j", "space"))
+
+    test()
+    assert not caplog.records
+
+
 @scenario
 async def test_a_restart_goes_on_with_the_same_log_servers_elsewhere(
     logs: FakeLogs, store: MemoryStore
