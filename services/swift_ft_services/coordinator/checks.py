@@ -1,5 +1,7 @@
 """Validation of members' commands against the row. Functions raise Refusal and never change the row."""
 
+import math
+
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft_services.coordinator import commands as m
 from swift_ft_services.coordinator.commands import Fenced, Invalid, Mismatch, Taken
@@ -89,10 +91,11 @@ def check_first(join: pb.JoinRequest) -> None:
         raise Invalid(f"world size {join.world_size}: a job has at least one rank")
     try:
         config_of(join.config)
-        counts = {"replicas": replicas_of(join.config), "shards": count_of(join.config, "shards", 1)}
+        counts = {"replicas": replicas_of(join.config)}
+        counts |= {name: count_of(join.config, name, 1) for name in ("shards", "tensor_parallel")}
     except ValueError as error:
         raise Invalid(str(error)) from None
-    for name, count in counts.items():
+    for name, count in (*counts.items(), (" times ".join(counts), math.prod(counts.values()))):
         if count < 1 or join.world_size % count:
             raise Invalid(f"{name} {count}: a world of {join.world_size} ranks cannot be divided so")
 

@@ -277,6 +277,8 @@ BAD = [
     ({"strategy": "auto", "lost_shard": "reroute", "replicas": "many"}, "replicas 'many' is no number"),
     ({"replicas": "0"}, "replicas 0: a world of 4 ranks cannot be divided so"),
     ({"replicas": "3"}, "replicas 3: a world of 4 ranks cannot be divided so"),
+    ({"tensor_parallel": "0"}, "tensor_parallel 0: a world of 4 ranks cannot be divided so"),
+    ({"replicas": "2", "shards": "4"}, "replicas times shards times tensor_parallel 8: a world"),
     ({"replicas": "٣"}, "is no number"),
     ({"replicas": "9" * 5000}, "is no number"),
     ({"shards": "-1"}, "shards '-1' is no number"),
