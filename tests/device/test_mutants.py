@@ -102,16 +102,16 @@ def _stream_of_another_device(_: Accelerator, __: torch.Stream) -> None:
 # --- communicators ---
 
 
-def _settled_without_a_check(readings: Readings) -> None:
+def _read_without_a_check(readings: Readings) -> None:
     device = current_accelerator()
     device.wait(device.mark())
     for use in readings._waiting:
         use()
 
 
-def _settled_with_a_check_before_the_wait(readings: Readings) -> None:
+def _read_with_a_check_before_the_wait(readings: Readings) -> None:
     readings.check_arrived()
-    _settled_without_a_check(readings)
+    _read_without_a_check(readings)
 
 
 def _always_whole(_: Readings) -> Callable[[], bool]:
@@ -267,14 +267,14 @@ MUTANTS = {
     ),
     "no check before the update": Mutant(
         Readings,
-        "settle",
-        _settled_without_a_check,
+        "read",
+        _read_without_a_check,
         test_nccl_wire.test_a_step_that_computes_with_garbage_is_not_applied,
     ),
     "check before the event": Mutant(
         Readings,
-        "settle",
-        _settled_with_a_check_before_the_wait,
+        "read",
+        _read_with_a_check_before_the_wait,
         test_nccl_wire.test_a_step_that_computes_with_garbage_is_not_applied,
     ),
     "garbage in the log": Mutant(
