@@ -115,7 +115,7 @@ def test_each_rank_holds_its_own_copy_and_another_ones() -> None:
     job.steps(4)
     job.take()
     for rank, snapshots in enumerate(job.ranks):
-        assert set(snapshots.held()) == held(rank, 4)
+        assert set(snapshots.held_snapshots()) == held(rank, 4)
     job.steps(1)  # a copy is no view of the state
     kept = job.ranks[1].of(0, 4).apart()
     assert same_bits(kept["stages"]["0"]["w"], torch.full((4,), 2.0))
@@ -129,7 +129,7 @@ def test_the_older_version_goes_once_all_have_the_newer_one_and_its_memory_is_us
     first = {rank: _memory(job.ranks[1], rank, 0) for rank in (0, 1)}
     job.steps(2)
     job.take()
-    assert set(job.ranks[1].held()) == held(1, 2)
+    assert set(job.ranks[1].held_snapshots()) == held(1, 2)
     job.steps(2)
     job.take()
     assert {rank: _memory(job.ranks[1], rank, 4) for rank in (0, 1)} == first
@@ -148,7 +148,7 @@ def test_the_older_version_stands_while_not_all_have_the_newer_one() -> None:
     with pytest.raises(Lost):
         job.take()
     for rank, snapshots in enumerate(job.ranks):
-        assert set(snapshots.held()) >= held(rank, 0)
+        assert set(snapshots.held_snapshots()) >= held(rank, 0)
         assert job.ranks[rank].of(rank, 0).state["version"] == 0
 
 
@@ -159,7 +159,7 @@ def test_a_generation_begins_with_one_that_leaves_the_old_one_whole_until_all_ha
     job.ranks[2] = job.fresh(2)
     job.barrier.reset()
     job.take(generation=2)
-    assert set(job.ranks[2].held()) == held(2, 0)
+    assert set(job.ranks[2].held_snapshots()) == held(2, 0)
     assert job.ranks[0].of(0, 0) is not before
 
 
@@ -181,9 +181,9 @@ def test_what_is_given_up_is_forgotten() -> None:
     job.steps(2)
     job.take()
     job.ranks[0].forget_above(2)
-    assert set(job.ranks[0].held()) == held(0, 2)
+    assert set(job.ranks[0].held_snapshots()) == held(0, 2)
     job.ranks[0].forget_above(1)
-    assert not job.ranks[0].held()
+    assert not job.ranks[0].held_snapshots()
 
 
 def test_a_copy_is_given_away_in_memory_of_its_own() -> None:
