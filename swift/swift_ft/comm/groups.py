@@ -492,7 +492,8 @@ class ReconfigurableGroup(torch_private.ProcessGroup):  # type: ignore[misc]
         op = options.reduceOp if options is not None else None
         if torch_private.reduction_name(op) != "AVG":
             return operation(op), lambda total: total
-        return operation(None), lambda total: total.div_(len(self.ranks))
+        contributions = len(self.ranks if self._quiet else self._present)
+        return operation(None), lambda total: total.div_(contributions)
 
     def allreduce(self, tensors: Any, options: Any = None) -> Any:
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
@@ -523,6 +524,11 @@ class ReconfigurableGroup(torch_private.ProcessGroup):  # type: ignore[misc]
         root = options.rootRank if options is not None else 0
 
         def run(collectives: Collectives) -> None:
+            if root not in self._present:  # no error of the connection: the step would be done again
+                raise UsageError(
+                    f"process group {self.label}: broadcast from rank {self.ranks[root]}, which is not there now; use "
+                    "dist.all_reduce, which goes on without it"
+                )
             for tensor in tensors:
                 collectives.broadcast(tensor.data, self._place(root))
 

@@ -46,6 +46,19 @@ def test_those_that_are_there_sum_up() -> None:
     assert on_all(run) == {rank: [1011.0, 3, list(PRESENT)] for rank in PRESENT}
 
 
+def test_a_mean_is_of_those_that_are_there() -> None:
+    def run(group: ReconfigurableGroup, rank: int) -> list[float]:
+        mean, alone = torch.tensor([10.0**rank]), torch.tensor([10.0**rank])
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.AVG
+        group.allreduce([mean], options).wait()
+        with group.quiet():
+            group.allreduce([alone], options).wait()
+        return [mean.item(), alone.item()]
+
+    assert on_all(run) == {rank: [337.0, 10.0**rank] for rank in PRESENT}
+
+
 @pytest.mark.parametrize("texts", [("", "a part of it", "alle: ä"), ("", "", "")])
 def test_texts_of_those_that_are_there(texts: tuple[str, ...]) -> None:
     found = on_all(lambda group, rank: group.gathered_texts(texts[PRESENT.index(rank)]))
@@ -70,6 +83,16 @@ def test_what_has_a_part_for_every_rank_is_refused() -> None:
     def run(group: ReconfigurableGroup, rank: int) -> None:
         with pytest.raises(UsageError, match="all_gather has a part for ranks that are not there"):
             group.allgather([[torch.zeros(1) for _ in RANKS]], [torch.ones(1)])
+
+    assert on_all(run) == dict.fromkeys(PRESENT)
+
+
+def test_what_only_a_missing_rank_has_is_refused() -> None:
+    def run(group: ReconfigurableGroup, rank: int) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = 2
+        with pytest.raises(UsageError, match="broadcast from rank 2, which is not there now"):
+            group.broadcast([torch.ones(1)], options).wait()
 
     assert on_all(run) == dict.fromkeys(PRESENT)
 
