@@ -18,6 +18,7 @@
 #include <cstring>
 #include <deque>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 #ifndef MADV_POPULATE_WRITE
@@ -135,7 +136,8 @@ extern "C" {
 
 const char *swift_ring_source() { return SWIFT_SOURCE; }
 
-// A mapping of its own: the copier must not depend on when the caller's goes away. Null if there is no memory.
+// A mapping of its own: the copier must not depend on when the caller's goes away. Null if there is no memory, or no
+// thread.
 void *swift_ring_open(int fd, uint64_t capacity, int wake) {
     void *mapped = mmap(nullptr, kControl + capacity, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (mapped == MAP_FAILED) return nullptr;
@@ -145,7 +147,13 @@ void *swift_ring_open(int fd, uint64_t capacity, int wake) {
     ring->capacity = capacity;
     ring->wake = wake;
     ring->reserved = ring->completed = ring->word(kHead).load();
-    ring->copier = std::thread(&Ring::run, ring);
+    try {
+        ring->copier = std::thread(&Ring::run, ring);
+    } catch (const std::system_error &) {
+        munmap(mapped, kControl + capacity);
+        delete ring;
+        return nullptr;
+    }
     return ring;
 }
 

@@ -353,7 +353,10 @@ class NativeProducer:
         self._complete = quick.swift_ring_complete
         self._handle: int | None = quick.swift_ring_open(memory.fd, memory.capacity, wake)
         if self._handle is None:
-            raise ServiceError(f"{memory.capacity} bytes for the log's queue cannot be mapped")
+            raise ServiceError(
+                f"{memory.capacity} bytes for the log's queue cannot be mapped, or no thread can be started for them; "
+                "allow this process more memory, or more threads"
+            )
         # Runs before the interpreter frees its memory at the latest: lent bodies are read until then.
         self._finish = weakref.finalize(
             self, _close_in, os.getpid(), self._waiting.swift_ring_close, self._handle

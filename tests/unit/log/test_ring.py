@@ -45,6 +45,27 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return str(request.param)
 
 
+WITHOUT_THREADS = """\
+import os, resource
+from swift_ft.log.ring import NativeProducer, Memory
+memory, wake = Memory.create(1 << 16), os.eventfd(0)
+pages = int(open("/proc/self/statm").read().split()[0])
+most = pages * os.sysconf("SC_PAGE_SIZE") + (1 << 20)  # less than a thread's stack takes
+resource.setrlimit(resource.RLIMIT_AS, (most, most))
+NativeProducer(memory, wake)
+"""
+
+
+def test_a_process_that_can_have_no_thread_more_is_told() -> None:
+    if ring.library() is None:
+        pytest.skip("ring.cpp is not compiled here")
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_THREADS], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    assert "ServiceError: 65536 bytes for the log's queue cannot be mapped, or no thread" in done.stderr
+    assert done.returncode == 1
+
+
 class World:
     """Both ends in one process."""
 
