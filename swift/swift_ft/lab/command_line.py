@@ -81,7 +81,9 @@ def until_stopped(name: str, run: Callable[[], int]) -> int:
     """Returns the exit code of a command, which `run` returns. A signal raises Stopped in it. Errors that it raises are
     printed and turned into exit codes."""
     for number in _SIGNALS:
-        signal.signal(number, _stop)
+        # With nohup, SIGHUP stays ignored.
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _stop)
     try:
         return run()
     except SwiftError as error:

@@ -136,3 +136,13 @@ def test_the_interval_covers_the_median_as_often_as_it_says() -> None:
 def test_bad_arguments_are_refused(words: list[str]) -> None:
     with pytest.raises(UsageError):
         run("overhead", words)
+
+
+def test_without_the_laboratorys_packages_one_line_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(sys.modules, "swift_ft.lab.bench.overhead")
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    with pytest.raises(UsageError) as caught:
+        run("overhead", [])
+    assert str(caught.value) == "bench overhead: psutil is not installed: pip install 'swift-ft[lab]'"

@@ -1,6 +1,7 @@
 """What the command takes, and what it refuses in one line."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -66,3 +67,15 @@ def test_bad_input_is_one_line(
     assert told.out == ""
     assert len(told.err.splitlines()) == 1
     assert message in told.err
+
+
+def test_a_verdict_that_cannot_be_written_is_shown(
+    script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "verify", lambda _: SimpleNamespace(exit_code=0))
+    monkeypatch.setattr(command, "as_json", lambda _: {})
+    monkeypatch.setattr(command, "verdict_lines", lambda _: ["EQUAL"])
+    assert command.main(["--json", "/dev/full", script]) == 3
+    shown = capsys.readouterr()
+    assert shown.out == "EQUAL\n"
+    assert shown.err == "swift: cannot write /dev/full: No space left on device; give another place\n"

@@ -2,6 +2,7 @@
 
 import shlex
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from swift_ft import fault_grammar
 from swift_ft.errors import UsageError
 from swift_ft.lab.command_line import until_stopped
-from swift_ft.lab.drill import command
+from swift_ft.lab.drill import command, report, run
 from swift_ft.lab.drill.command import parse
 from swift_ft.lab.drill.options import DEFAULT_KILL
 
@@ -65,6 +66,7 @@ def test_rerun_is_a_command_of_this_program() -> None:
         "--schedule x",
         "positional",
         "--kill rank=2",
+        "--rehearse sometimes",
     ],
 )
 def test_usage_errors_are_one_line(arguments: str) -> None:
@@ -203,6 +205,29 @@ def test_paths_are_checked_before_anything_starts(tmp_path: Path) -> None:
         command.check_paths(parse(["--twin", str(tmp_path)]))
 
 
+def test_a_device_that_is_not_here_is_refused_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rank divided by the number of devices, 0: a traceback, after the services had started."""
+    monkeypatch.setattr(command, "drill", lambda config: 0)
+    assert command.main(["--device", "banana"]) == 2
+    assert "swift: --device banana: torch finds" in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written_is_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk took the outcome of the whole drill."""
+    found = {"verdict": report.PASS}
+    monkeypatch.setattr(run.FaultedRun, "run", lambda *_: None)
+    monkeypatch.setattr(report, "build", lambda *_: found)
+    monkeypatch.setattr(command, "show", lambda result: print(result["verdict"]))
+    assert command.main(["--model", "tiny", "--json", "/dev/full"]) == 3
+    shown = capsys.readouterr()
+    assert shown.out == "PASS\n"
+    assert shown.err == "swift: cannot write /dev/full: No space left on device; give another place\n"
+
+
 def test_help_begins_with_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(["--help"])
@@ -212,16 +237,30 @@ def test_help_begins_with_what_it_does(capsys: pytest.CaptureFixture[str]) -> No
         assert any(phase in line for line in rest)
 
 
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    """`until_stopped` sets handlers of the whole process."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_under_nohup_a_terminal_that_goes_away_ends_nothing() -> None:
+    def hung_up() -> int:
+        signal.raise_signal(signal.SIGHUP)
+        return 0
+
+    assert until_stopped("drill", hung_up) == 128 + signal.SIGHUP
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert until_stopped("drill", hung_up) == 0
+
+
 def test_a_pipe_that_nobody_reads_is_left_to_whoever_called() -> None:
     """It was an error of the environment: one line, and exit code 3."""
 
     def unread() -> int:
         raise BrokenPipeError
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
-        with pytest.raises(BrokenPipeError):
-            until_stopped("drill", unread)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with pytest.raises(BrokenPipeError):
+        until_stopped("drill", unread)

@@ -1,10 +1,9 @@
 """`swift-ft bench NAME`: runs the benchmark of that name, and writes what it has found."""
 
 import argparse
-import importlib
 from collections.abc import Sequence
 
-from swift_ft.cli_parser import Parser, add_json, check_file, write_json
+from swift_ft.cli_parser import Parser, add_json, check_file, import_with_extra, write_json
 from swift_ft.lab.command_line import until_stopped
 from swift_ft.text import table
 
@@ -42,7 +41,7 @@ def run(name: str, argv: Sequence[str]) -> int:
     Its module has ``add_arguments(parser)``, and ``run(arguments)``, which prints as it measures and returns the
     document that ``--json`` writes. Raises UsageError and ServiceError.
     """
-    module = importlib.import_module(f"swift_ft.lab.bench.{name}")
+    module = import_with_extra(f"swift_ft.lab.bench.{name}", f"bench {name}", "lab")
     parser = Parser(prog=f"swift-ft bench {name}", description=f"Measures {BENCHMARKS[name]}.")
     module.add_arguments(parser)
     add_json(parser)

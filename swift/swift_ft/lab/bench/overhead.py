@@ -29,6 +29,7 @@ from swift_ft.comm import LOOPBACK
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.lab.bench import output
 from swift_ft.lab.drill.cluster import COORDINATOR, LAUNCHER, LOG_SERVER, Cluster, Process, own_environment
+from swift_ft.lab.drill.command import check_device
 from swift_ft.lab.drill.topology import MODELS, ModelConfig
 from swift_ft.text import show, table
 
@@ -318,12 +319,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def _run_on(device: str, rounds: int, slice_steps: int) -> dict[str, Any]:
-    from swift_ft.device import device_types  # torch takes a second to import
-
-    if device not in device_types()[1:]:
-        raise UsageError(
-            f"--device {device}: torch finds {', '.join(device_types()[1:]) or 'no device'} here"
-        )
+    check_device(device)
     found = evaluate_device(recording_on(device, rounds, slice_steps), slice_steps)
     show(device_text(device, found))
     return {"machine": output.machine(), "device": device, **found}

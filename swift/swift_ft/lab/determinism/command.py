@@ -169,10 +169,12 @@ def run(config: Config) -> int:
         except ServiceError:
             keep()
             raise
-        write_json(config.json_path, as_json(verdict))
-        show(verdict_lines(verdict))
         if verdict.exit_code:
             keep()
+        try:
+            write_json(config.json_path, as_json(verdict))
+        finally:  # what cannot be written is shown at least
+            show(verdict_lines(verdict))
         return verdict.exit_code
 
 

@@ -80,6 +80,17 @@ def default_kill(topology: Topology) -> fault_grammar.RankFault:
     )
 
 
+def check_device(device: str) -> None:
+    """Checks that this machine has a device of that type. Raises UsageError."""
+    if device == "cpu":
+        return
+    import torch  # takes a second
+
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or device.partition(":")[0] != found.type:
+        raise UsageError(f"--device {device}: torch finds {found or 'no device'} here")
+
+
 def check_paths(config: DrillConfig) -> None:
     """Checks before the run that all results can be written. Raises UsageError for a path that cannot be written."""
     check_file("--json", config.json_path)
@@ -107,12 +118,15 @@ def drill(config: DrillConfig) -> int:
         faulted = run.FaultedRun(config, place / "run")
         evidence = faulted.run(twin)
         result = report.build(config, evidence)
-        write_json(config.json_path, result)
-        if config.html_path is not None:
-            write(config.html_path, page(result))
-        show(result)
         if result["verdict"] != report.PASS:
             keep()
+        try:
+            write_json(config.json_path, result)
+            if config.html_path is not None:
+                write(config.html_path, page(result))
+        finally:  # what cannot be written is shown at least
+            show(result)
+        if result["verdict"] != report.PASS:
             for output in filter(None, [faulted.output, *outputs]):
                 print(output, file=sys.stderr)
         return report.EXIT_CODES[result["verdict"]]
@@ -124,6 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def run_it() -> int:
         config = parse(given)
         check_paths(config)
+        check_device(config.device)
         return drill(config)
 
     return until_stopped("drill", run_it)

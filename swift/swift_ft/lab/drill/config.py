@@ -127,7 +127,7 @@ class DrillConfig:
         "adamw", "amsgrad is AdamW with amsgrad, sgd has Nesterov momentum", known=OPTIMIZERS
     )
     rehearse: str = option(
-        "off", "rehearse recoveries while the job runs: 'start', 'always' or 'off'", "WHEN"
+        "off", "rehearse recoveries while the job runs", "WHEN", known=("start", "always", "off")
     )
     secure: bool = option(False, "use mutual TLS and tokens, all made for this drill")
     json_path: Path | None = of_result(None, "write the report as JSON", "PATH", flag="--json")
