@@ -959,7 +959,8 @@ class DirectoryStorage:
             owners = {decode_segment_header(header).job for header in headers}
         except (RecordCorrupt, RecordInvalid) as error:
             raise StorageError(f"a segment in {cold} is damaged: {error}") from None
-        if owners - {job} or any(meta.uid == cold.partition("/")[0] for meta in self._metas.values()):
+        uids = {meta.uid for meta in list(self._metas.values())}  # jobs come meanwhile
+        if owners - {job} or cold.partition("/")[0] in uids:
             raise StorageError(f"what is in {cold} is not a lost server's of job {job}")
 
     def _stubs(self, cold: str) -> dict[str, dict[int, Stub]]:

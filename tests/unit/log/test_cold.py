@@ -93,6 +93,22 @@ def reads(storage: DirectoryStorage, begin: int, end: int) -> None:
         assert frame_in(storage, STREAM, sequence) == frame_of(sequence)[1]
 
 
+def test_a_job_may_come_while_a_lost_servers_objects_are_removed(tmp_path: Path, cold: Cold) -> None:
+    storage = opened(tmp_path, cold)
+
+    class Looked:
+        @property
+        def uid(self) -> str:
+            storage.save("another", JobMeta(generation=1))
+            return ""
+
+    storage._metas["looked"] = Looked()  # type: ignore[assignment]
+    storage.drop_lost(JOB, f"{'0' * 32}/0.0")
+    storage.clean_cold()
+    assert not storage._objects_of_lost
+    storage.close()
+
+
 def test_segments_move_one_after_the_other_and_are_read_as_before(tmp_path: Path, cold: Cold) -> None:
     storage = opened(tmp_path, cold)
     fill(storage, 0, 16)
