@@ -7,7 +7,7 @@ what they have changed is corrected or refused.
 
 import json
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from operator import is_
@@ -46,6 +46,8 @@ _ITEMS_MAX = 4096
 # Modules of these packages keep the state that a step needs elsewhere.
 _WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo", "torch.fx", "torch.export")
 _LARGE_BYTES = 64 << 10
+_STEPS_LOOKED_AT = 3
+"""Steps for which a large tensor is compared with its copy. From then on its version counter decides."""
 _KEPT_BYTES = 64 << 20
 """Limit on the bytes of a start value that is kept, to restore it later."""
 
@@ -364,12 +366,15 @@ class _Holder:
 
 
 class _Copy:
-    __slots__ = ("copied_at", "value", "was")
+    __slots__ = ("copied_at", "reused", "silent", "value", "was")
 
-    def __init__(self, value: Any):
-        self.value = value
+    def __init__(self, value: Any, *, silent: bool = False):
+        """`silent`: the value is known to change without its version counter (by `.data`, by numpy)."""
+        self.value, self.silent = value, silent
         self.was: Any = value.copy() if isinstance(value, np.ndarray) else value.detach().clone()
         self.copied_at = self._address_and_version()
+        self.reused = 0
+        """Number of steps that the copy has served after its first one."""
 
     def _address_and_version(self) -> tuple[int, int] | None:
         if isinstance(self.value, np.ndarray) or self.value.is_inference():
@@ -378,9 +383,10 @@ class _Copy:
 
     @property
     def stands(self) -> bool:
-        """Returns whether a large tensor is unchanged, so that its copy can be reused."""
+        """Returns whether a large tensor is unchanged as far as torch knows."""
         large = isinstance(self.value, torch.Tensor) and self.value.nbytes >= _LARGE_BYTES
-        return large and self.copied_at is not None and self._address_and_version() == self.copied_at
+        known = large and self.alike and self.copied_at is not None
+        return known and self._address_and_version() == self.copied_at
 
     @property
     def alike(self) -> bool:
@@ -459,6 +465,9 @@ class KeptModules:
                         self._copy(parameter, before)
         for tensor in besides:
             self._copy(tensor, before)
+        looked_at = [kept for kept in self._copies.values() if 0 < kept.reused <= _STEPS_LOOKED_AT]
+        for kept in _differing(looked_at):
+            self._copies[id(kept.value)] = self._kept[id(kept.value)] = _Copy(kept.value, silent=True)
 
     def _dictionary(
         self,
@@ -501,8 +510,12 @@ class KeptModules:
         if isinstance(value, torch.Tensor) and not plain_tensor(value):
             return
         kept = before.get(id(value))
-        if kept is None or kept.value is not value or not kept.stands:
+        if kept is None or kept.value is not value:
             kept = _Copy(value)
+        elif kept.silent or not kept.stands:
+            kept = _Copy(value, silent=kept.silent)
+        else:
+            kept.reused += 1
         self._copies[id(value)] = self._kept[id(value)] = kept
 
     def lend(self) -> None:
@@ -523,13 +536,32 @@ class KeptModules:
     def changed(self) -> bool:
         return bool(self._changed())
 
+    @property
+    def lacks_values(self) -> bool:
+        """Returns whether a large tensor has changed without its version counter, in this step or before it: its copy
+        may be an older step's."""
+        return bool(self._changed_silently())
+
+    def _changed_silently(self) -> list[_Copy]:
+        copies = [kept for kept in self._kept.values() if isinstance(kept, _Copy)]
+        return _differing([kept for kept in copies if kept.reused and kept.stands])
+
     def _changed(self) -> list[_Holder | _Copy | _Contents]:
         """Returns what has changed. Compares tensors where they are."""
         tensors = [kept for kept in self._kept.values() if isinstance(kept, _Copy) and kept.alike]
-        differs = dict(zip(map(id, tensors), differ([(k.value, k.was) for k in tensors]), strict=True))
-        return [kept for kept in self._kept.values() if differs.get(id(kept), kept.changed)]
+        differ_now = _differing(tensors)
+        return [
+            *differ_now,
+            *(
+                kept
+                for kept in self._kept.values()
+                if not (isinstance(kept, _Copy) and kept.alike) and kept.changed
+            ),
+        ]
 
     def restore(self) -> None:
+        for copied in self._changed_silently():
+            copied.silent = True
         for kept in self._changed():
             kept.restore()
         for parameter, trained in self._flags:
@@ -546,6 +578,11 @@ class KeptModules:
                 seen.add(id(module))
                 left.extend(module._modules.values())  # type: ignore[arg-type]
                 yield module
+
+
+def _differing(copies: Sequence[_Copy]) -> list[_Copy]:
+    differs = differ([(kept.value, kept.was) for kept in copies])
+    return [kept for kept, other in zip(copies, differs, strict=True) if other]
 
 
 def _copy_of(buffer: torch.Tensor, memories: dict[int, torch.Tensor]) -> torch.Tensor:

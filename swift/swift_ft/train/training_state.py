@@ -324,6 +324,10 @@ def _version(parameter: torch.nn.Parameter) -> tuple[int, int]:
     return parameter.data_ptr(), parameter._version
 
 
+def _digests_by_id(parameters: Sequence[torch.nn.Parameter]) -> dict[int, bytes]:
+    return dict(zip(map(id, parameters), digests(parameters), strict=True))
+
+
 class TrainerState:
     def __init__(
         self, randomness: Randomness, updates: Updates, replicate: ReconfigurableGroup | None
@@ -351,7 +355,9 @@ class TrainerState:
         self._changing: dict[int, torch.nn.Parameter] = {}
         """Parameters by id that no optimizer updates, but that steps change (a momentum encoder's)."""
         self._steps_here = 0
-        self._digests: dict[int, bytes] = {}
+        self._digests: dict[int, bytes] | None = None
+        """Digests, by id, of the frozen parameters outside of `_changing`. None: a step has not begun since the last
+        load."""
         self.modules = ModuleState()
         self.settings = Settings()
         self._first: _Forms | None = None
@@ -500,6 +506,8 @@ class TrainerState:
         self._kept.roots = [stage.submod for stage in self.stages]
         self._kept.keep(self._changing.values())
         self._versions = {p: _version(p) for p in self._parameters() if not fsdp.is_sharded(p)}
+        if self._digests is None:
+            self._digests = _digests_by_id(self._frozen())
         # A trainer may set them anywhere in its step (`group["lr"] = …` for this step). Ranks that were interrupted at
         # different places are replicas only with the values of the step's start.
         self._groups = [Kept(group, but=("params",)) for o in self.optimizers for group in o.param_groups]
@@ -561,8 +569,9 @@ class TrainerState:
             except ServiceError as error:
                 self.present = False  # a restore follows, which may succeed
                 tell_if_possible(f"{error}: the state of this rank is restored")
-        if self._changed_otherwise():
+        if self.present and self._changed_otherwise():
             self.present = False  # the old values are lost; they are kept from the next step on
+            self._changing |= {id(p): p for p in self._changed_silently()}
         self._kept.restore()
         self._put_back_groups()
         before.param_groups.restore()
@@ -572,7 +581,7 @@ class TrainerState:
         if not self.present:
             return Standing(version=None)
         standing = self.updates.standing(self.version)
-        if self.can_drop:
+        if (standing.version is None and standing.undo_to is None) or self.can_drop:
             return standing
         return replace(standing, version=None, undo_to=None, undo_exact=False)
 
@@ -586,20 +595,34 @@ class TrainerState:
         kept = set(self._changing)
         if self.updates.begun or self.updates.partial:  # the update is undone by the journal
             kept |= {id(p) for p in self.updates.bucket_of}
-        return any(id(p) not in kept and _version(p) != was for p, was in self._versions.items())
+        seen = any(id(p) not in kept and _version(p) != was for p, was in self._versions.items())
+        return seen or self._kept.lacks_values or bool(self._changed_silently())
+
+    def _changed_silently(self) -> list[torch.nn.Parameter]:
+        """(a step is cut short) Returns frozen parameters that have changed without their version counters (`.data`),
+        in this step or before it."""
+        known = self._digests or {}
+        frozen = [p for p in self._versions if id(p) in known and id(p) not in self._changing]
+        return [p for p, now in zip(frozen, digests(frozen), strict=True) if now != known[id(p)]]
+
+    def _frozen(self) -> list[torch.nn.Parameter]:
+        """Returns the parameters that no optimizer updates, without those that steps are known to change."""
+        held = self._optimized_parameters()
+        return [
+            p for p in self._versions if not (p in held and p.requires_grad) and id(p) not in self._changing
+        ]
 
     def _learn_changing(self) -> None:
         """(a step is done) Finds frozen parameters that steps change. Compares all bits in the first steps only."""
-        held = self._optimized_parameters()
-        frozen = [
-            p for p in self._versions if not (p in held and p.requires_grad) and id(p) not in self._changing
-        ]
+        frozen, known = self._frozen(), self._digests or {}
+        changing = []
         if self._steps_here < _STEPS_LOOKED_AT:
-            found = dict(zip(map(id, frozen), digests(frozen), strict=True))
-            changing = [p for p in frozen if self._digests.get(id(p), found[id(p)]) != found[id(p)]]
+            found = _digests_by_id(frozen)
+            changing = [p for p in frozen if known.get(id(p), found[id(p)]) != found[id(p)]]
             self._digests = found
         else:
-            changing, self._digests = [], {}
+            self._digests = {id(p): known[id(p)] for p in frozen if id(p) in known}
+            self._digests |= _digests_by_id([p for p in frozen if id(p) not in known])
         if not self._steps_here:  # raises now if the state that a first step created cannot be saved
             split(states_of(self.optimizers))
         self._steps_here += 1
@@ -774,7 +797,7 @@ class TrainerState:
         self.settings.load(state.get("settings", {}))
         self.stopped = Stopped(**state["stopped"]) if "stopped" in state else None
         self.gradients.load(self._named_parameters(), state.get("gradients", {}))
-        self._before, self._groups = None, []
+        self._before, self._groups, self._digests = None, [], None
         self.version = int(state["version"])
         self.updates.begin_step(self.version)
 

@@ -7,7 +7,7 @@ import torch
 
 from swift_ft.device import Readings
 from swift_ft.errors import NonFiniteLoss
-from swift_ft.train.step_digests import Witness
+from swift_ft.train.step_digests import Witness, watch_forwards
 from swift_ft.train.transcript import LOSS, OUTPUT
 from swift_ft.train.updates import Losses
 
@@ -53,6 +53,32 @@ def test_what_a_module_returns_as_its_loss_counts_and_nothing_else_does() -> Non
     witness_of("fail", replaying=True).saw(LOSS, 0, 0, 0, BAD)  # it went on, the first time
     with pytest.raises(NonFiniteLoss, match="output 1 of the module"):
         witness.saw(OUTPUT, 0, 1, 1, BAD)
+
+
+class WithLoss(torch.nn.Module):
+    """A whole module that computes its loss, as those of transformers do."""
+
+    def __init__(self, *, alone: bool) -> None:
+        super().__init__()
+        self.linear, self.alone = torch.nn.Linear(2, 3), alone
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
+        logits = self.linear(x)
+        return logits.mean() if self.alone else {"logits": logits, "loss": logits.mean()}
+
+
+@pytest.mark.parametrize(("alone", "which"), [(True, 0), (False, 1)])
+def test_a_forward_that_returns_its_loss_is_looked_at(alone: bool, which: int) -> None:
+    witness, module = witness_of("fail"), WithLoss(alone=alone)
+    watch_forwards(module, lambda: witness)
+    witness.begin(4)
+    module(torch.ones(1, 2))
+    with torch.no_grad():
+        module(BAD.expand(1, 2))  # a validation
+    with pytest.raises(
+        NonFiniteLoss, match=f"output {which} of the module in its forward 1 of step 4 is nan"
+    ):
+        module(BAD.expand(1, 2))
 
 
 def test_what_comes_of_a_lost_peer_is_no_loss() -> None:

@@ -330,6 +330,39 @@ class TestADroppedStep:
         kept.restore()
         assert model.part.mean[0] == 1
 
+    def test_a_large_tensor_that_is_written_by_data_is_as_it_was_when_the_step_began(self) -> None:
+        """Its version counter says nothing."""
+        model = Model()
+        model.part.register_buffer("codes", torch.zeros(1 << 15))
+        kept = KeptModules([model])
+        for step in range(9):
+            kept.keep()
+            model.part.codes.data.add_(1)
+            if step % 2:
+                assert not kept.lacks_values
+                kept.restore()
+                kept.keep()
+                model.part.codes.data.add_(1)
+        assert model.part.codes.unique().tolist() == [9.0]
+
+    def test_a_large_tensor_that_is_written_by_data_only_later_has_no_value_to_go_back_to_once(self) -> None:
+        model = Model()
+        model.part.register_buffer("codes", torch.zeros(1 << 15))
+        kept = KeptModules([model])
+        for _ in range(6):
+            kept.keep()
+        assert not kept.lacks_values
+        model.part.codes.data[7] = 1
+        assert kept.lacks_values
+        kept.restore()
+        model.part.codes.data.fill_(2)  # a checkpoint
+        for _ in range(2):
+            kept.keep()
+            model.part.codes.data.add_(1)
+            assert not kept.lacks_values
+        kept.restore()
+        assert model.part.codes.unique().tolist() == [3.0]
+
     def test_a_tensor_that_was_resized_has_its_shape_again(self) -> None:
         model, kept = begun()
         mean = model.part.mean

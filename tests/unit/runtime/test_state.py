@@ -118,6 +118,43 @@ def test_gradients_that_a_step_leaves_outlive_a_failure_between_two_steps() -> N
         assert parameter.grad.equal(gradient)
 
 
+class Averaged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.average = nn.Linear(160, 160), nn.Linear(160, 160).requires_grad_(False)
+
+    def move(self) -> None:
+        """As many averages of weights do: torch's version counters say nothing of it."""
+        for slow, fast in zip(self.average.parameters(), self.linear.parameters(), strict=True):
+            slow.data.mul_(0.9).add_(fast.data, alpha=0.1)
+
+
+@pytest.mark.parametrize("begins", [0, 8])
+def test_frozen_weights_that_are_written_by_data_are_not_left_half_a_step_ahead(begins: int) -> None:
+    """Where steps have always done so they are put back; where a step does so for the first time, the state is given
+    up."""
+    state, model = state_of(), Averaged()
+    state.stages.append(Stage(model))
+    state.updates.add(torch.optim.SGD(model.linear.parameters(), lr=0.1))
+    state.present = True
+    for step in range(12):
+        before = state.digests()
+        state.begin_step()
+        if step >= begins:
+            model.move()
+        known = step != begins
+        assert (state.standing().version is not None) is known
+        state.drop_step()
+        assert state.present is known
+        if known:
+            assert state.digests() == before
+        state.present = True  # a checkpoint is loaded
+        state.begin_step()
+        if step >= begins:
+            model.move()
+        state.end_step()
+
+
 def test_a_validation_that_is_cut_short_leaves_every_module_as_it_was() -> None:
     """Also one that the trainer has set apart, and does not train."""
     state, stage, _, _ = make()
