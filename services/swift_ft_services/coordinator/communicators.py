@@ -3,10 +3,10 @@
 ::
 
     FORMING ──groups are built──> RUNNING ──all remaining members finished──> FINISHED
-     ^  │                         │     ^
-     └──┘ death, generation + 1   │     │ groups are built
-                        shrink,   v     │
-                        grow     RECOVERING ─┐
+     ^  │                         │     ^                                        ^
+     └──┘ death, generation + 1   │     │ groups are built                       │
+                        shrink,   v     │                                        │
+                        grow     RECOVERING ─┬──all remaining members finished───┘
                                      ^       │ death, or groups that could not be built: generation + 1
                                      └───────┘
 
@@ -82,7 +82,9 @@ class CommunicatorJob(Job):
     legal: Mapping[State, frozenset[State]] = {
         State.FORMING: frozenset({State.FORMING, State.RUNNING, State.FAILED, State.STOPPED}),
         State.RUNNING: frozenset({State.RECOVERING, State.FORMING, State.FINISHED, State.FAILED}),
-        State.RECOVERING: frozenset({State.RECOVERING, State.RUNNING, State.FORMING, State.FAILED}),
+        State.RECOVERING: frozenset(
+            {State.RECOVERING, State.RUNNING, State.FORMING, State.FINISHED, State.FAILED}
+        ),
         State.FINISHED: frozenset({State.FORMING}),
         State.FAILED: frozenset({State.FORMING}),
         State.STOPPED: frozenset({State.FORMING}),
@@ -286,7 +288,7 @@ class CommunicatorJob(Job):
     def _finish_if_all(self, reason: str = "") -> list[Effect]:
         """Finishes the job once all members have left, or the last ones were lost (`reason`) after the others."""
         row = self.row
-        if row.state is not State.RUNNING or present(row):
+        if row.state not in (State.RUNNING, State.RECOVERING) or present(row):
             return []
         self._enter(State.FINISHED)
         row.reason = reason

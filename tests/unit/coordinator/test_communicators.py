@@ -319,6 +319,32 @@ def test_the_coordinator_may_be_ended_before_every_effect():
         world.run()
 
 
+def test_a_job_whose_members_all_leave_before_their_groups_are_built_again_is_finished():
+    job = CommunicatorJob.create("j", [], joined(0), TIMING, 0.0)
+    for rank in range(3):
+        job.step(joined(rank), 0.0)
+    for rank in range(3):
+        job.step(pb.VoteRequest(**said(rank), generation=1, kind=pb.BUILT, value=1), 0.0)
+    job.step(pb.ExitRequest(**said(2), pid=1, exit_code=-9), 0.0)
+    for rank in range(2):
+        job.step(pb.VoteRequest(**said(rank), generation=1, number=1, kind=pb.SHRINK), 0.0)
+    assert job.row.state is State.RECOVERING
+
+    job.step(pb.FinishRequest(**said(0)), 0.0)
+    assert job.row.state is State.RECOVERING, "the other one may build a group of itself"
+    job.step(pb.FinishRequest(**said(1)), 0.0)
+
+    assert job.row.state is State.FINISHED
+
+
+def said(rank: int) -> dict[str, Any]:
+    return {"rank": rank, "incarnation": str(rank)}
+
+
+def joined(rank: int) -> m.Join:
+    return m.Join(join(rank, str(rank), world_size=3, config={CONFIG: "1"}, run="r"))
+
+
 def test_a_job_without_a_log_gets_no_log_servers_when_it_is_started_again_by_another_coordinator():
     world = World(1, 0)
     world.run()
