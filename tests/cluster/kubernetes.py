@@ -35,7 +35,7 @@ JOBSET_URL = (
     "jobset.x-k8s.io_jobsets.yaml"
 )
 STEPS = 400
-TIMEOUT_S = 200.0
+TIMEOUT_S = 600.0
 MACHINES = 12
 """Addresses: each start of a pod has one of its own."""
 TRAINING = 2

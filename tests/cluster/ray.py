@@ -24,7 +24,7 @@ SCRIPT = ROOT / "examples" / "ray" / "train.py"
 NODES, LATER = "abc", "d"
 PORT = 6379
 STEPS = 800
-TIMEOUT_S = 400.0
+TIMEOUT_S = 1200.0
 SOON = {"period_ms": "1000", "timeout_ms": "1000", "failure_threshold": "3"}
 """When Ray notices that a node is lost: after seconds, not a minute, so that the job still runs."""
 TRAINER = ("-m", "swift_ft.lab.drill.trainer", "--stages", "2", "--model", "tiny", "--microbatches", "4")

@@ -2,6 +2,7 @@
 
 import argparse
 import configparser
+import contextlib
 import functools
 import json
 import os
@@ -9,13 +10,16 @@ import pwd
 import re
 import shlex
 import shutil
+import signal
 import stat
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -313,6 +317,79 @@ def test_kubernetes_starts_a_job_with_spare_pods_and_the_time_for_its_checkpoint
             assert budget["spec"]["minAvailable"] == int(options.nnodes)
         else:
             assert labels in [each["spec"]["selector"]["matchLabels"] for each in manifests("StatefulSet")]
+
+
+STUB = """\
+#!/bin/bash
+case $(basename "$0") in
+scontrol) echo "$@" >> "$SAID"; [ "$1" = --oneliner ] && echo "Node NodeAddr=10.0.0.1 Port=6818" || echo m ;;
+srun) while [ "${1#--}" != "$1" ]; do shift; done; echo $$ > "$TASK"; exec "$@" ;;
+swift-ft) exec %(python)s "$0.py" "$@" ;;
+esac
+"""
+STUB_SWIFT = """\
+import json, os, signal, sys
+said, what = os.environ["SAID"], sys.argv[1]
+def told(*_):
+    with open(said, "a") as file:
+        print("told", what, file=file)
+    if what == "run":
+        os.kill(rank, signal.SIGKILL)
+    sys.exit(143)
+signal.signal(signal.SIGTERM, told)
+if what == "run" and not (rank := os.fork()):
+    what = "rank"
+with open(f"{said}.{what}.new", "w") as here:
+    json.dump(sys.argv[1:], here)
+os.rename(f"{said}.{what}.new", f"{said}.{what}")
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("whom", ["the task", "all processes of the step"])
+def test_slurms_signal_before_a_time_limit_is_for_the_launcher(whom: str, tmp_path: Path) -> None:
+    """Slurm signals the children of its own processes (proctrack/cgroup), or all descendants (proctrack/linuxproc)."""
+    script, places = ROOT / "examples" / "slurm" / "train.sbatch", tmp_path / "bin"
+    places.mkdir()
+    for name in ("scontrol", "sinfo", "srun", "swift-ft"):
+        (places / name).write_text(STUB % {"python": sys.executable})
+        (places / name).chmod(0o755)
+    (places / "swift-ft.py").write_text(STUB_SWIFT)
+    said, task = tmp_path / "said", tmp_path / "task"
+    (tmp_path / "coordinator-7-1").mkdir()
+    given = {"SAID": str(said), "TASK": str(task), "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7"}
+    given |= {"SLURMD_NODENAME": "m", "SLURM_JOB_NAME": "run42", "SLURM_RESTART_COUNT": "1"}
+    given["PATH"] = f"{places}:{os.environ['PATH']}"
+    begun = [tmp_path / f"said.{what}" for what in ("coordinator", "logserver", "run", "rank")]
+    found = re.search(r"^#SBATCH --signal=([A-Z]+)@(\d+)\b", script.read_text(), re.MULTILINE)
+    assert found is not None
+    with subprocess.Popen(["bash", script, "train.py"], env=given, cwd=tmp_path) as batch:
+        try:
+            deadline = time.monotonic() + 60
+            while not all(path.exists() for path in begun):
+                assert time.monotonic() < deadline, "it does not start"
+                assert batch.poll() is None
+                time.sleep(0.02)
+            step = psutil.Process(int(task.read_text()))
+            signalled = [step, *step.children(recursive=True)] if whom != "the task" else [step]
+            for process in reversed(signalled):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal.Signals[f"SIG{found[1]}"])
+            assert batch.wait(60) == 128 + signal.SIGTERM
+        finally:
+            if batch.poll() is None:
+                for process in [*psutil.Process(batch.pid).children(recursive=True), batch]:
+                    process.kill()
+    told = [line for line in said.read_text().splitlines() if line.startswith(("told ", "requeue "))]
+    assert told[0] == "told run"
+    assert "requeue 7" in told
+    assert (tmp_path / "coordinator-7-2").is_dir(), "the next start goes on with its state"
+    words = [json.loads(path.read_text()) for path in begun[:3]]
+    coordinator, server, run = (parsed(["/opt/swift/bin/swift-ft", *each]) for each in words)
+    assert coordinator.log_servers == f"m={server.listen}" == "m=10.0.0.1:7301"
+    assert int(found[2]) > run.sigterm_checkpoint_s + 5, "the time in which ranks end"
+    assert (run.job, run.from_checkpoints) == ("run42", run.checkpoint_dir)
 
 
 def test_the_example_for_ray_uses_flags_that_there_are() -> None:
