@@ -262,7 +262,9 @@ class Fields:
         if value is None:
             return None
         if not _DECIMAL.match(value) or not least <= float(value) <= most:
-            raise self.error(f"{key} must be a number from {least:g} to {most:g}, not {value!r}")
+            raise self.error(
+                f"{key} must be a number from {least:g} to {most:.10g}, in digits, not {value!r}"
+            )
         return float(value)
 
     def seconds(self, key: str) -> float | None:

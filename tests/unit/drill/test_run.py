@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from swift_ft.errors import UsageError
+from swift_ft.lab.drill import run
 from swift_ft.lab.drill.run import Twin, store_twin, stored_twin
 from tests.unit.drill.evidence import config
 
@@ -63,3 +64,13 @@ def test_a_pipe_in_place_of_a_twin_holds_nobody_up(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "twin.json")
     with pytest.raises(UsageError, match=r"twin\.json: Not a regular file"):
         stored_twin(config(), tmp_path)
+
+
+def test_a_calculation_that_takes_too_long_leaves_no_evidence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended the drill in a traceback, with the outcome of both runs."""
+    monkeypatch.setattr(run, "CALCULATION_S", 0.001)
+    faulted = run.FaultedRun(config(), tmp_path)
+    assert faulted._calculated([]) == {}
+    assert "did not end within 0.001 s" in faulted.output

@@ -110,6 +110,7 @@ def test_phase_any_draws_from_all_of_them() -> None:
         ("every=exponential,mtbf=3,count=1,shape=0.5", "shape needs every=weibull"),
         ("every=exponential,count=1", "mtbf is missing"),
         ("every=exponential,mtbf=0,count=1", "mtbf must be a number from 0.001"),
+        ("every=exponential,mtbf=1e3,count=1", "from 0.001 to 1000000000, in digits, not '1e3'"),
         ("every=exponential,mtbf=nan,count=1", "mtbf must be a number"),
         ("every=exponential,mtbf=3", "until=STEP, or count=N"),
         ("every=exponential,mtbf=3,count=0", f"count must be 1 to {FAILURES_MAX}"),

@@ -1,12 +1,14 @@
 """Which cells a study has, what a directory keeps of them, and what the marks of a run say."""
 
 import json
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from swift_ft.errors import UsageError
+from swift_ft.errors import ServiceError, UsageError
 from swift_ft.lab.bench import marks
 from swift_ft.lab.study import command, running
 from swift_ft.lab.study.command import Store
@@ -191,3 +193,22 @@ def test_a_line_that_is_cut_short_is_left_out(tmp_path: Path) -> None:
 )
 def test_why_a_run_failed(output: str, reason: str) -> None:
     assert running.reason(output, "exit code 3") == reason
+
+
+def test_a_repair_is_waited_for_by_a_python_whose_path_has_a_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their launchers refused the check: there is no such command."""
+    given: dict[str, Any] = {}
+
+    def cluster(directory: Path, **settings: Any) -> None:
+        given.update(settings)
+        raise ServiceError("enough was seen")
+
+    monkeypatch.setattr(running, "Cluster", cluster)
+    monkeypatch.setattr(sys, "executable", "/home/me/my project/bin/python")
+    cell = Cell(task="bytes", strategy="shrink", rate=0.0, seed=0)
+    assert running.run(cell, settings(), tmp_path) == {"failed": "enough was seen", "planned": 0}
+    flags = given["launcher_flags"]
+    check = shlex.split(flags[flags.index("--health-check") + 1])
+    assert check == [sys.executable, "-S", "-c", "import time; time.sleep(2.0)"]

@@ -242,14 +242,21 @@ class FaultedRun:
         command = [sys.executable, "-P", "-m", "swift_ft.lab.drill.calculation"]
         command += [*self._config.trainer_arguments(), "--absent", json.dumps(absent)]
         command += ["--cut", json.dumps(lossy_buckets(trace)), "--out", str(out)]
-        done = subprocess.run(
-            command,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=CALCULATION_S,
-            check=False,
-        )
+        try:
+            done = subprocess.run(
+                command,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                capture_output=True,
+                text=True,
+                timeout=CALCULATION_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            late = (
+                f"the calculation to compare with did not end within {CALCULATION_S:g} s: take fewer --steps"
+            )
+            self.output = "\n".join(filter(None, [self.output, late]))
+            return {}
         if done.returncode != 0:
             self.output = "\n".join(filter(None, [self.output, done.stderr]))
             return {}

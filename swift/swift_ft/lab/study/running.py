@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import statistics
 import sys
@@ -86,7 +87,7 @@ def _run_swift(cell: Cell, settings: Settings, given: str, directory: Path, fail
     flags = list(strategy.flags)
     if strategy.repaired:
         # The health check delays every replacement process until the repair time is over.
-        wait = f"{sys.executable} -S -c 'import time; time.sleep({settings.repair_s})'"
+        wait = shlex.join([sys.executable, "-S", "-c", f"import time; time.sleep({settings.repair_s})"])
         flags += ["--health-check", wait, "--health-check-s", str(settings.repair_s + 60)]
     if failures:
         flags += ["--failures", failures_spec(cell, settings.steps), "--log-dir", str(directory / "launcher")]
