@@ -129,13 +129,18 @@ def _check_first(first: _Forms, now: _Forms) -> None:
 
 
 def check_ready(module: torch.nn.Module) -> None:
-    """Raises UsageError for a module that creates its parameters in its first forward."""
+    """Raises UsageError for a module that creates its parameters in its first forward, or whose state is sparse."""
     lazy = (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if isinstance(tensor, lazy):
             raise UsageError(
                 f"{name} of a lazy module has no shape yet; call the module once (under torch.no_grad()) before you "
                 "pass it to the session, and make the optimizer after that"
+            )
+        if tensor.layout is not torch.strided and name in state_of_module(module):
+            raise UsageError(
+                f"{name} of a module is sparse ({tensor.layout}), which checkpoints do not hold: register the buffer "
+                "with persistent=False if no step changes it, or keep its indices and values in buffers of their own"
             )
 
 
@@ -648,7 +653,8 @@ class TrainerState:
         agree_on_groups(self._named_parameters(sharded_too=True), self.optimizers, self.updates.broadcast)
         for stage in self.stages:
             tensors = [*stage.submod.parameters(), *stage.submod.buffers()]
-            self.updates.broadcast([t.detach() for t in tensors if not fsdp.is_sharded(t)])
+            whole = [t for t in tensors if t.layout is torch.strided and not fsdp.is_sharded(t)]
+            self.updates.broadcast([tensor.detach() for tensor in whole])
             if self.replicate is not None:
                 fsdp.broadcast(self.replicate, [local(t) for t in tensors if fsdp.is_sharded(t)])
         self.updates.ties.align()

@@ -349,6 +349,24 @@ def test_the_same_stage_twice_is_refused_in_one_line() -> None:
     assert list(state.keyed()) == ["0", "1", "module0"]
 
 
+@pytest.mark.filterwarnings("ignore:Sparse")  # torch calls them a prototype
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_a_sparse_buffer_is_a_constant_or_refused(
+    layout: torch.layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, module = state_of(), nn.Linear(2, 2)
+    module.register_buffer("graph", torch.eye(2).to_sparse(layout=layout))
+    with pytest.raises(UsageError, match=f"graph of a module is sparse .{layout}.*persistent=False"):
+        state.add_stage(WholeModule(module))
+    module.register_buffer("graph", module.graph, persistent=False)
+    state.add_stage(WholeModule(module))
+    given: list[torch.Tensor] = []
+    monkeypatch.setattr(state.updates, "broadcast", given.extend)
+    monkeypatch.setattr(state.updates.ties, "align", lambda: None)
+    state.align()
+    assert {tensor.layout for tensor in given} == {torch.strided}
+
+
 def test_what_the_session_is_told_of_in_a_step_is_refused() -> None:
     state, stage, _, counter = make()
     state.remember()
