@@ -144,7 +144,8 @@ class _Service:
         return f"the job's {self.name} has ended ({describe_exit(self.process.wait())}): {line}"
 
     def start_again(self) -> None:
-        os.close(self.pidfd)
+        """Raises OSError if no process can be started now."""
+        self._close_pidfd()
         self._start()
 
     def end(self) -> None:
@@ -152,7 +153,12 @@ class _Service:
             self.process.wait(END_S_MAX)
         self.process.kill()
         self.process.wait()
-        os.close(self.pidfd)
+        self._close_pidfd()
+
+    def _close_pidfd(self) -> None:
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+        self.pidfd = -1
 
 
 class Services:
@@ -187,7 +193,11 @@ class Services:
         if service.process.returncode >= 0:  # it says why, and would say it again
             self.lost = words
             return
-        service.start_again()
+        try:
+            service.start_again()
+        except OSError as error:
+            self.lost = f"{words}; it cannot be started again: {error.strerror}"
+            return
         self._say(f"the job's {service.name} was killed: started again as process {service.process.pid}")
         self._attend(service)
 
