@@ -56,7 +56,10 @@ class Standalone:
             make_directory(self.directory)
             lock = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise UsageError(f"run: --standalone: {self.directory}: {error.strerror}") from error
+            raise UsageError(
+                f"run: --standalone: ./{self.directory}: {error.strerror}: start it in a directory that can be "
+                "written, or give this job another name, with --job NAME"
+            ) from error
         deadline = time.monotonic() + LOCK_S
         while not _locks(lock):
             holder = os.pread(lock, 32, 0).decode(errors="replace").strip()

@@ -108,7 +108,12 @@ def run(config: Namespace) -> None:
     """Runs the command: creates a key or a token, or renews one until interrupted. Raises UsageError for an unusable
     file."""
     if config.new_key is not None:
-        signing, verifying = tokens.new_key(config.new_key)
+        try:
+            signing, verifying = tokens.new_key(config.new_key)
+        except OSError as error:
+            raise UsageError(
+                f"token: --new-key {config.new_key}: {error.strerror}; name a directory that can be written"
+            ) from None
         print(f"keep secret, mint with it: {signing}\ngive to servers (--token-keys): {verifying.parent}")
         return
     job, roles, lifetime_s = config.job, config.roles, config.hours * 3600

@@ -266,6 +266,7 @@ class Updates:
         self.optimizers.append(optimizer)
         updates = self
 
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def step(self: torch.optim.Optimizer, closure: Any = None) -> Any:
             return updates._step(journal, closure)
 

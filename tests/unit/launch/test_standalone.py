@@ -10,6 +10,7 @@ from typing import NoReturn, cast
 
 import pytest
 
+from swift_ft.errors import UsageError
 from swift_ft.launch import standalone
 from swift_ft.launch.children import Nursery
 from swift_ft.launch.standalone import Services, Standalone
@@ -54,3 +55,16 @@ def test_a_service_that_cannot_be_started_again_is_lost_in_one_line(
         -signal.SIGKILL,
         -signal.SIGTERM,
     ]
+
+
+def test_a_file_with_the_name_of_the_directory_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("swift-train").touch()
+    with pytest.raises(UsageError) as caught:
+        Standalone.of("train").locked()
+    assert str(caught.value) == (
+        "run: --standalone: ./swift-train: File exists: start it in a directory that can be written, or give this job "
+        "another name, with --job NAME"
+    )

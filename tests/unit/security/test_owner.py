@@ -59,6 +59,15 @@ def test_an_owner_is_of_a_file(keys: Keys, capsys: pytest.CaptureFixture[str]) -
     assert token.main(["--new-key", str(keys.directory), "--owner", me]) == 2
 
 
+def test_a_key_needs_a_directory(keys: Keys, capsys: pytest.CaptureFixture[str]) -> None:
+    assert token.main(["--new-key", str(keys.signing)]) == 2
+    said = capsys.readouterr().err
+    assert (
+        said
+        == f"swift: token: --new-key {keys.signing}: Not a directory; name a directory that can be written\n"
+    )
+
+
 @as_root
 def test_the_file_is_its_owners_before_the_token_is_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
