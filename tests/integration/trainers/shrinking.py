@@ -121,6 +121,7 @@ def in_a_job(steps: int, habit: str) -> None:
     lingers, was_here = (
         Path(os.environ["SWIFT_DIGESTS"], name) for name in ("lingers", f"was-here-{os.environ['RANK']}")
     )
+    begun = Path(os.environ["SWIFT_DIGESTS"], "late-begun")
     # What the others have logged of that step is to be in the log when this rank comes back.
     while habit == "lingers" and was_here.exists() and not lingers.exists():
         time.sleep(0.5)
@@ -165,7 +166,10 @@ def in_a_job(steps: int, habit: str) -> None:
                 await_notices(2)
             if habit == "late":
                 if step == LATE and session.rank == 0:
+                    begun.touch()
                     await_notices(1)
+                while step == LATE and not begun.exists():  # rank 0 may still end the step before
+                    time.sleep(0.01)
                 batch, target = batch_of(at, origin)
                 schedule.step(batch, target=target)
             elif habit == "plain":
