@@ -362,7 +362,11 @@ def test_ranks_count_what_they_do_and_the_table_lists_it(tmp_path: Path) -> None
 
         def at_the_end(rank: int) -> bool:
             now = shown(rank)
-            return now is not None and now.value("swift_trainer_version") == 9
+            steps = [
+                e for e in events.read(tmp_path / "events") if e["event"] == "step_end" and e["step"] == 8
+            ]
+            counted = rank in {step["rank"] for step in steps}  # the version comes before the step is counted
+            return counted and now is not None and now.value("swift_trainer_version") == 9
 
         for rank in (0, 1):
             eventually(lambda rank=rank: at_the_end(rank), timeout_s=TRAINING_TIMEOUT_S)
