@@ -2,6 +2,7 @@
 
 # verdict: same bits
 # worlds: 2
+# adaptive: refused
 
 import probe
 import torch
