@@ -482,9 +482,10 @@ class Meeting:
         if place is None and not launcher.over:
             if job_is_over and not self._places:
                 self._dismiss()
-            if not (launcher.over or (job_is_over and self._places)) and now >= self._quiet_until:
-                self._fill_places(now)
-                place = self._place_of(request.run)
+            if not (launcher.over or (job_is_over and self._places)):
+                if now >= self._quiet_until:
+                    self._fill_places(now)
+                    place = self._place_of(request.run)
                 launcher.spare = place is None and bool(self._places)
         if place is None:
             here = max(len(self._launchers), len(self._places))  # the others are not late if they have left

@@ -123,6 +123,20 @@ def test_one_that_is_too_many_waits_for_a_place_and_ends_with_the_job(world: Wor
     assert world.say("d") == "the job is over"
 
 
+def test_a_spare_is_known_to_a_coordinator_that_has_just_come_back(world: World) -> None:
+    """The job ends before that coordinator gives out places."""
+    world.say("c")
+    world.restart()
+    assert world.say("c") == 1
+    world.say("a")
+    world.say("b")
+    world.wait(1.0, "a", "b", "c")
+    world.over = True
+    world.say("a", leaves=True)
+    world.say("b", leaves=True)
+    assert world.say("c") == "the job is over"
+
+
 def test_a_spare_of_the_start_before_has_no_place_in_the_next_one(world: World) -> None:
     assert world.say("c") == 3
     world.over = True
