@@ -150,7 +150,7 @@ class Iterators:
             weakref.WeakKeyDictionary()
         )
         """Loader -> its place, and the number of registered objects that were searched."""
-        self._digest_of_batch = False
+        self._warned_of_workers = False
         """True once the trainer has been warned that workers do not persist."""
         self._making = False
         self._others = 0
@@ -230,8 +230,8 @@ class Iterators:
 
     def _start_workers_anew(self, loader: DataLoader[Any]) -> None:
         torch_private.start_workers_anew(loader)
-        if not self._digest_of_batch:
-            self._digest_of_batch = True
+        if not self._warned_of_workers:
+            self._warned_of_workers = True
             tell(
                 "a DataLoader has persistent_workers=True: with a session its workers start anew with each iterator, "
                 "from the dataset as this process has it; what workers keep from one epoch to the next is gone"

@@ -548,16 +548,10 @@ class KeptModules:
 
     def _changed(self) -> list[_Holder | _Copy | _Contents]:
         """Returns what has changed. Compares tensors where they are."""
-        tensors = [kept for kept in self._kept.values() if isinstance(kept, _Copy) and kept.alike]
-        differ_now = _differing(tensors)
-        return [
-            *differ_now,
-            *(
-                kept
-                for kept in self._kept.values()
-                if not (isinstance(kept, _Copy) and kept.alike) and kept.changed
-            ),
-        ]
+        alike = [kept for kept in self._kept.values() if isinstance(kept, _Copy) and kept.alike]
+        compared = set(map(id, alike))
+        others = [kept for kept in self._kept.values() if id(kept) not in compared and kept.changed]
+        return [*_differing(alike), *others]
 
     def restore(self) -> None:
         for copied in self._changed_silently():
