@@ -23,6 +23,7 @@ from swift_ft.files import write_whole
 from swift_ft.text import scheme_of, split_address, tell
 
 T = TypeVar("T")
+Number = TypeVar("Number", int, float)
 
 
 class ParserMade(Exception):
@@ -84,6 +85,20 @@ def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
         except UsageError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
+    return parsed
+
+
+def number(kind: type[Number], least: float, most: float = math.inf) -> Callable[[str], Number]:
+    """Makes an argparse ``type`` for a finite number from `least` to `most`. `kind`: int or float."""
+    allowed = f"{least:g} or more" if most == math.inf else f"{least:g} to {most:g}"
+
+    def parsed(text: str) -> Number:
+        value = kind(text)
+        if not least <= value <= most or value == math.inf:
+            raise argparse.ArgumentTypeError(f"{text[:40]}: {allowed}")
+        return value
+
+    parsed.__name__ = kind.__name__
     return parsed
 
 

@@ -4,7 +4,6 @@ import argparse
 import copy
 import enum
 import importlib.util
-import math
 import os
 import re
 import secrets
@@ -18,7 +17,7 @@ from importlib.machinery import PathFinder
 from typing import Any, NoReturn
 
 from swift_ft import events
-from swift_ft.cli_parser import Parser, argument, checkpoint_place, host_and_port, import_with_extra
+from swift_ft.cli_parser import Parser, argument, checkpoint_place, host_and_port, import_with_extra, number
 from swift_ft.errors import SwiftError, UsageError
 from swift_ft.launch.decisions import Outcome
 from swift_ft.launch.health_check import LIMIT_S_DEFAULT, HealthCheck
@@ -158,7 +157,7 @@ def _add_recovery(group: _Group) -> None:
     )
     group.add(
         "--snapshot-every",
-        type=int,
+        type=number(int, 1),
         metavar="K",
         help="With --strategy snapshot, and auto: steps between two copies of the state in host memory.",
     )
@@ -182,7 +181,7 @@ def _add_recovery(group: _Group) -> None:
     )
     group.add(
         "--max-restarts",
-        type=int,
+        type=number(int, 0),
         default=os.environ.get("PET_MAX_RESTARTS"),
         metavar="N",
         help=f"How many dead processes this launcher replaces in total (default {REPLACEMENTS_DEFAULT}). If a process "
@@ -191,7 +190,7 @@ def _add_recovery(group: _Group) -> None:
     )
     group.add(
         "--retry-exceptions",
-        type=int,
+        type=number(int, 0),
         default=0,
         metavar="N",
         help="How many times all ranks do a step again that has raised an exception (default 0: the job ends with the "
@@ -214,7 +213,7 @@ def _add_adaptive(group: _Group) -> None:
     )
     group.add(
         "--adaptive-memory",
-        type=float,
+        type=number(float, 1),
         metavar="FACTOR",
         help="How many times the activations of the schedule a rank may hold while others are missing (default 1; with "
         "2 hardly any gaps are left).",
@@ -244,7 +243,7 @@ def _add_checkpoints(group: _Group) -> None:
     )
     group.add(
         "--from-version",
-        type=int,
+        type=number(int, 0),
         metavar="V",
         help="With --from-job: begin with the checkpoint of this version instead of the newest.",
     )
@@ -258,7 +257,7 @@ def _add_checkpoints(group: _Group) -> None:
     )
     group.add(
         "--sigterm-checkpoint-s",
-        type=float,
+        type=number(float, 0, 86400),
         default=LAST_CHECKPOINT_S_DEFAULT,
         metavar="SECONDS",
         help="How long SIGTERM to a running job waits for a checkpoint before it ends the ranks "
@@ -267,7 +266,8 @@ def _add_checkpoints(group: _Group) -> None:
 
 
 def _add_processes(group: _Group) -> None:
-    group.add("--spares", type=int, default=1, help="Warm processes kept to replace a dead rank (default 1).")
+    spares = "Warm processes kept to replace a dead rank (default 1)."
+    group.add("--spares", type=number(int, 0), default=1, help=spares)
     group.add(
         "--warm-up",
         action="store_true",
@@ -324,95 +324,38 @@ def _is_set(name: str) -> bool:
 
 
 def _add_torchrun(group: _Group) -> None:
-    def add(*flags: str, default: Any = None, **options: Any) -> None:
-        name = flags[-1][2:].replace("-", "_")
-        group.add(*flags, default=os.environ.get(f"PET_{name.upper()}", default), **options)
+    def add(flag: str, metavar: str, words: str, default: Any = None, *short: str, **options: Any) -> None:
+        default = os.environ.get(f"PET_{flag[2:].replace('-', '_').upper()}", default)
+        group.add(*short, flag, metavar=metavar, default=default, help=words, **options)
 
-    def switch(*flags: str, help: str) -> None:
-        name = flags[-1][2:].replace("-", "_")
-        group.add(*flags, action="store_true", default=_is_set(name), help=help)
-
-    add(
-        "--nnodes",
-        default="1:1",
-        metavar="N|MIN:MAX",
-        help="Number of machines, or how many at least and at most.",
-    )
-    add(
-        "--nproc-per-node",
-        default="1",
-        metavar="N",
-        help="Ranks on each machine: a number, auto, cpu, gpu or xpu.",
-    )
-    switch("-m", "--module", help="SCRIPT is a module's name, run as by 'python -m'.")
-    add("--rdzv-id", default="none", metavar="ID", help="The job's id, the same on all machines.")
-    add(
-        "--rdzv-conf",
-        default="",
-        metavar="KEY=VALUE,...",
-        help="Times of the meeting in seconds: join_timeout, last_call_timeout, keep_alive_interval, "
-        "keep_alive_max_attempt, timeout.",
-    )
-    add(
-        "--rdzv-backend",
-        default="static",
-        metavar="NAME",
-        help="static or c10d. Machines meet at the coordinator.",
-    )
-    add(
-        "--rdzv-endpoint",
-        default="",
-        metavar="HOST:PORT",
-        help="The first machine, where machines have numbers.",
-    )
-    add(
-        "--node-rank",
-        type=int,
-        metavar="N",
-        help="This machine's number. Without numbers, the coordinator decides.",
-    )
-    add("--master-addr", metavar="HOST", help="The first machine, where machines have numbers.")
+    add("--nnodes", "N|MIN:MAX", "Number of machines, or how many at least and at most.", "1:1")
+    add("--nproc-per-node", "N", "Ranks on each machine: a number, auto, cpu, gpu or xpu.", "1")
+    as_module = "SCRIPT is a module's name, run as by 'python -m'."
+    group.add("-m", "--module", action="store_true", default=_is_set("module"), help=as_module)
+    add("--rdzv-id", "ID", "The job's id, the same on all machines.", "none")
+    times = "join_timeout, last_call_timeout, keep_alive_interval, keep_alive_max_attempt, timeout"
+    add("--rdzv-conf", "KEY=VALUE,...", f"Times of the meeting in seconds: {times}.", "")
+    add("--rdzv-backend", "NAME", "static or c10d. Machines meet at the coordinator.", "static")
+    add("--rdzv-endpoint", "HOST:PORT", "The first machine, where machines have numbers.", "")
+    add("--node-rank", "N", "This machine's number. Without numbers, the coordinator decides.", type=int)
+    add("--master-addr", "HOST", "The first machine, where machines have numbers.")
     add(
         "--master-port",
-        type=int,
-        metavar="PORT",
-        help="Of the first machine's store for trainers (default 29500).",
+        "PORT",
+        "Of the first machine's store for trainers (default 29500).",
+        type=number(int, 0, 65535),
     )
-    add("--local-addr", metavar="HOST", help="This machine's name or address, as others reach it.")
-    add("--role", default="default", metavar="NAME", help="Name of the ranks' role.")
-    add("--log-dir", metavar="DIR", help="Directory for the ranks' redirected output.")
-    add(
-        "-r",
-        "--redirects",
-        default="0",
-        metavar="WHICH",
-        help="Write output of ranks to files: 1 stdout, 2 stderr, 3 both; or by local rank, as in 0:3,1:2.",
-    )
-    add(
-        "--local-ranks-filter",
-        default="",
-        metavar="N,N...",
-        help="Show the output of these local ranks only.",
-    )
-    add(
-        "--monitor-interval",
-        type=float,
-        default=0.1,
-        metavar="SECONDS",
-        help="Time between two looks at the job.",
-    )
-    add(
-        "--signals-to-handle",
-        default="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
-        metavar="NAME,NAME...",
-        help="Signals that end the job (default %(default)s).",
-    )
-    add(
-        "--shutdown-timeout",
-        type=int,
-        metavar="SECONDS",
-        help=f"Time between SIGTERM and SIGKILL of a rank (default {GRACE_S_DEFAULT:g}).",
-    )
+    add("--local-addr", "HOST", "This machine's name or address, as others reach it.")
+    add("--role", "NAME", "Name of the ranks' role.", "default")
+    add("--log-dir", "DIR", "Directory for the ranks' redirected output.")
+    streams = "1 stdout, 2 stderr, 3 both; or by local rank, as in 0:3,1:2"
+    add("--redirects", "WHICH", f"Write output of ranks to files: {streams}.", "0", "-r")
+    add("--local-ranks-filter", "N,N...", "Show the output of these local ranks only.", "")
+    add("--monitor-interval", "SECONDS", "Time between two looks at the job.", 0.1, type=float)
+    signals = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+    add("--signals-to-handle", "NAME,NAME...", "Signals that end the job (default %(default)s).", signals)
+    grace = f"Time between SIGTERM and SIGKILL of a rank (default {GRACE_S_DEFAULT:g})."
+    add("--shutdown-timeout", "SECONDS", grace, type=number(int, 0, SECONDS_MAX))
 
 
 REFUSED = {
@@ -442,24 +385,11 @@ def _add_refused(group: _Group) -> None:
             group.add(*short, flag, metavar="X", default=os.environ.get(f"PET_{name.upper()}"), help=way)
 
 
-def check_refused(args: argparse.Namespace) -> None:
+def _check_refused(args: argparse.Namespace) -> None:
     for flag, way in REFUSED.items():
         value = getattr(args, flag[2:].replace("-", "_"))
         if value and value != _NOTHING.get(flag):
             raise UsageError(f"run: not supported: {flag}: {way}")
-
-
-def check_recovery_flags(args: argparse.Namespace) -> None:
-    for flag, count in (("max-restarts", args.max_restarts), ("retry-exceptions", args.retry_exceptions)):
-        if count is not None and count < 0:
-            raise UsageError(f"run: --{flag} {count}: 0 or more")
-    if args.snapshot_every is not None and args.snapshot_every < 1:
-        raise UsageError(f"run: --snapshot-every {args.snapshot_every}: 1 or more")
-    memory = args.adaptive_memory
-    if memory is not None and not (math.isfinite(memory) and memory >= 1):
-        raise UsageError(f"run: --adaptive-memory {memory}: 1 or more")
-    if args.strategy and (problem := lost_shard_problem(args.strategy, args.lost_shard or "")):
-        raise UsageError(f"run: --lost-shard {args.lost_shard} with --strategy {args.strategy}: {problem}")
 
 
 # The rendezvous of a job's machines, and the job's name, from the flags of `swift-ft run`.
@@ -714,7 +644,7 @@ def _tell_ranks(args: argparse.Namespace) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    check_refused(args)
+    _check_refused(args)
     if args.start_method not in START_METHODS:
         raise UsageError(f"run: --start-method {args.start_method}: {' or '.join(START_METHODS)}")
     if args.standalone and args.coordinator:
@@ -728,24 +658,17 @@ def _check(args: argparse.Namespace) -> None:
             )
         for address in args.coordinator.split(","):
             host_and_port(address, "run: --coordinator")
-    if not 0 <= args.sigterm_checkpoint_s < 86400:
-        raise UsageError(f"run: --sigterm-checkpoint-s {args.sigterm_checkpoint_s}: seconds, 0 or more")
-    if args.spares < 0:
-        raise UsageError(f"run: --spares {args.spares}: 0 or more")
     if not 0 < args.monitor_interval <= SECONDS_MAX:
         raise UsageError(
             f"run: --monitor-interval {args.monitor_interval}: seconds, more than 0, at most {SECONDS_MAX:g}"
         )
-    if args.shutdown_timeout is not None and not 0 <= args.shutdown_timeout <= SECONDS_MAX:
-        raise UsageError(f"run: --shutdown-timeout {args.shutdown_timeout}: seconds, 0 to {SECONDS_MAX:g}")
-    if args.master_port is not None and not 0 <= args.master_port < 1 << 16:
-        raise UsageError(f"run: --master-port {args.master_port}: 0 to {(1 << 16) - 1}")
     if args.standalone and args.failures:
         raise UsageError(
             "run: --failures makes services fail as well: start a coordinator and a log server, and leave --standalone "
             "out"
         )
-    check_recovery_flags(args)
+    if args.strategy and (problem := lost_shard_problem(args.strategy, args.lost_shard or "")):
+        raise UsageError(f"run: --lost-shard {args.lost_shard} with --strategy {args.strategy}: {problem}")
     _check_origin(args)
     if args.module:
         top = args.training_script.partition(".")[0]
@@ -791,8 +714,6 @@ def _check_origin(args: argparse.Namespace) -> None:
         )
     if args.from_version is not None and not args.from_job:
         raise UsageError(f"run: --from-version {args.from_version}: name the job as well, with --from-job")
-    if args.from_version is not None and args.from_version < 0:
-        raise UsageError(f"run: --from-version {args.from_version}: 0 or more")
     if args.from_job is not None and args.from_job == args.job:
         raise UsageError(
             f"run: --from-job {args.from_job}: a job goes on from its own checkpoints; leave the flag out, or name "

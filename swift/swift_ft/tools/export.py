@@ -1,11 +1,10 @@
 """`swift-ft export`: writes a version of a job in a format that needs no swift-ft."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from swift_ft.cli_parser import Parser, argument, checkpoint_place, command
+from swift_ft.cli_parser import Parser, argument, checkpoint_place, command, number
 from swift_ft.errors import UsageError
 from swift_ft.text import job_called, scheme_of, tell
 
@@ -27,11 +26,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--job", type=argument(job_called), required=True, help="the job's name")
     parser.add_argument(
-        "--version", type=int, metavar="V", help="export this version (default: the newest one that is whole)"
+        "--version",
+        type=number(int, 0),
+        metavar="V",
+        help="export this version (default: the newest one that is whole)",
     )
     parser.add_argument(
         "--ranks",
-        type=int,
+        type=number(int, 1),
         metavar="N",
         help="the job's number of ranks (default: as many as have saved something)",
     )
@@ -47,10 +49,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         raise UsageError(f"there is no directory {given.target.parent}")
     if given.target.exists() or given.target.is_symlink():
         raise UsageError(f"{given.target} is there already: give another place")
-    if given.version is not None and given.version < 0:
-        raise UsageError(f"--version must be 0 or more, not {given.version}")
-    if given.ranks is not None and given.ranks < 1:
-        raise UsageError(f"--ranks must be at least 1, not {given.ranks}")
     return given
 
 
@@ -74,7 +72,3 @@ def main(argv: Sequence[str]) -> int:
         f"torch.distributed.checkpoint.load opens {config.target}"
     )
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

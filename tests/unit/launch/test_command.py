@@ -171,7 +171,7 @@ def test_output_goes_where_the_flags_say(tmp_path: Path) -> None:
             [COORDINATOR, "--from-version=3", "train.py"],
             "--from-version 3: name the job as well, with --from-job",
         ),
-        ([COORDINATOR, "--from-job=j", "--from-version=-1", "train.py"], "--from-version -1: 0 or more"),
+        ([COORDINATOR, "--from-job=j", "--from-version=-1", "train.py"], "--from_version: -1: 0 or more"),
         ([COORDINATOR, "--from-job=J!", "train.py"], "job name 'J!' is not allowed"),
         (
             [COORDINATOR, "--job=j", "--from-job=j", "train.py"],
@@ -208,7 +208,7 @@ def test_output_goes_where_the_flags_say(tmp_path: Path) -> None:
         ([COORDINATOR, "--nnodes=2", "--job=j", "--node-rank=2", "train.py"], "--node-rank 2: 0 to 1"),
         ([COORDINATOR, "--nnodes=2", "--job=j", "--node-rank=-1", "train.py"], "--node-rank -1: 0 to 1"),
         ([COORDINATOR, "--nnodes=2", "train.py"], "--job NAME or --rdzv-id ID"),
-        ([COORDINATOR, "--spares=-1", "train.py"], "--spares -1"),
+        ([COORDINATOR, "--spares=-1", "train.py"], "--spares: -1: 0 or more"),
         ([COORDINATOR, "--max-restarts=-1", "train.py"], "max-restarts"),
         (
             [COORDINATOR, "--preload=json,no_such.thing", "train.py"],
@@ -224,7 +224,7 @@ def test_output_goes_where_the_flags_say(tmp_path: Path) -> None:
         ([COORDINATOR, "--signals-to-handle=SIGWHAT", "train.py"], "no signal 'SIGWHAT'"),
         ([COORDINATOR, "--signals-to-handle=SIGTERM,SIGKILL", "train.py"], "can handle SIGKILL"),
         ([COORDINATOR, "--signals-to-handle=SIGSTOP", "train.py"], "can handle SIGSTOP"),
-        ([COORDINATOR, "--shutdown-timeout=-1", "train.py"], "--shutdown-timeout -1"),
+        ([COORDINATOR, "--shutdown-timeout=-1", "train.py"], "--shutdown_timeout: -1: 0 to 604800"),
         ([COORDINATOR, f"--shutdown-timeout={10**12}", "train.py"], "0 to 604800"),
         ([COORDINATOR, "--nnodes=2", "--job=j", "--master-port=99999", "train.py"], "0 to 65535"),
         ([COORDINATOR, "--rdzv-conf=nonsense", "train.py"], "nonsense"),

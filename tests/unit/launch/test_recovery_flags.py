@@ -92,11 +92,11 @@ def test_a_variable_that_says_something_else(
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--adaptive-memory=0.5"], "--adaptive-memory 0.5: 1 or more"),
+        (["--adaptive-memory=0.5"], "--adaptive_memory: 0.5: 1 or more"),
         (["--adaptive-memory=nan"], "nan"),
         (["--exact-gradients=perhaps"], "invalid choice"),
-        (["--snapshot-every=0"], "--snapshot-every 0: 1 or more"),
-        (["--max-restarts=-1"], "--max-restarts -1: 0 or more"),
+        (["--snapshot-every=0"], "--snapshot_every: 0: 1 or more"),
+        (["--max-restarts=-1"], "--max_restarts: -1: 0 or more"),
         (["--strategy=adaptive", "--lost-shard=drop"], "leave it out, or use shrink"),
         (["--strategy=shrink", "--lost-shard=reroute"], "leave it out, or use adaptive"),
     ],
