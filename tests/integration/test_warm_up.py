@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from swift_ft.launch.spares import WARM_UP_FAILURES_MAX
+from swift_ft.launch.spares import FAILURES_MAX
 from tests.integration.forked import Forks
 from tests.integration.trainer_world import Run, run_trainer, undisturbed
 
@@ -107,7 +107,7 @@ def test_what_is_not_as_it_was_is_not_used_and_after_three_there_are_no_more(
     mode: str, forks: Forks, tmp_path: Path
 ) -> None:
     twin = undisturbed(forks, tmp_path / "twin", TRAINER, mode, STEPS, ranks=RANKS)
-    line = f"swift: spares are not warmed up any more, after {WARM_UP_FAILURES_MAX} that could not be: {FAIL[mode]}"
+    line = f"swift: spares are not warmed up any more, after {FAILURES_MAX} that could not be: {FAIL[mode]}"
 
     found = run(tmp_path / "lost", mode, lambda seen: named(seen, "warm_ups_given_up"))
 

@@ -36,14 +36,13 @@ from swift_ft.text import tell
 # While a spare is being warmed up it takes no place. It is ended when the job has to recover, so that it takes neither
 # time nor memory from the recovery. A spare whose warm-up has failed is ended too, because its state is unknown.
 
-SPARE_FAILURES_MAX = 3
-"""Spares that may die in a row before they are warm; then no more are started."""
-WARM_UP_FAILURES_MAX = 3
-"""Warm-ups that may fail in a row; then no more are started."""
+FAILURES_MAX = 3
+"""Spares that may die in a row before they are warm, warm-ups, and rehearsals of a rank, that may fail in a row; then
+no more are started."""
 AGAIN_S = 10.0
 """Seconds until a warm-up that the job has interrupted is tried again, and the failed start of a spare."""
-WARM_UP_S_MAX = 900.0
-"""Seconds after which a warm-up is ended: it may wait for an event that does not come."""
+SCRIPT_S_MAX = 900.0
+"""Seconds after which a warm-up or a rehearsal is ended: it may wait for an event that does not come."""
 
 
 class Spares:
@@ -114,7 +113,7 @@ class Spares:
     def tend(self, view: pb.View | None, ranks: Sequence[int]) -> None:
         """Starts missing spares, and warms up others; called while there is no recovery. `ranks`: of this machine, by
         place."""
-        if self._failures >= SPARE_FAILURES_MAX:
+        if self._failures >= FAILURES_MAX:
             return
         # Also without spares, so that the next replacement finds a fork server.
         forks = self._nursery.tend()
@@ -133,11 +132,11 @@ class Spares:
         kept = [child for child in self._nursery.spares if child.kept_for is not None]
         under_way = next((child for child in kept if not child.warmed_up), None)
         if under_way is not None and under_way.warming:
-            if events.now() - self._warm_up_began > WARM_UP_S_MAX:
+            if events.now() - self._warm_up_began > SCRIPT_S_MAX:
                 under_way.discard()
-                self._count_warm_up_failure(f"one took longer than {WARM_UP_S_MAX:g} s")
+                self._count_warm_up_failure(f"one took longer than {SCRIPT_S_MAX:g} s")
             return
-        if self._warm_up is None or self._warm_up_failures >= WARM_UP_FAILURES_MAX:
+        if self._warm_up is None or self._warm_up_failures >= FAILURES_MAX:
             return
         if under_way is None:
             rank = next((rank for rank in ranks if rank not in {child.kept_for for child in kept}), None)
@@ -179,20 +178,14 @@ class Spares:
             self._count_warm_up_failure(f"its process has ended (exit code {child.exit_code})")
         if not child.warm:
             self._failures += 1
-            if self._failures == SPARE_FAILURES_MAX:
-                tell(f"{SPARE_FAILURES_MAX} spares died while they started: no more of them are made")
+            if self._failures == FAILURES_MAX:
+                tell(f"{FAILURES_MAX} spares died while they started: no more of them are made")
 
     def _count_warm_up_failure(self, why: str) -> None:
         self._warm_up_failures += 1
-        if self._warm_up_failures == WARM_UP_FAILURES_MAX:
+        if self._warm_up_failures == FAILURES_MAX:
             events.emit("warm_ups_given_up", reason=why)
-            tell(f"spares are not warmed up any more, after {WARM_UP_FAILURES_MAX} that could not be: {why}")
-
-
-FAILURES_MAX = 3
-"""Rehearsals of a rank that may fail in a row; then it is not rehearsed any more."""
-REHEARSAL_S_MAX = 900.0
-"""Seconds after which a rehearsal is ended."""
+            tell(f"spares are not warmed up any more, after {FAILURES_MAX} that could not be: {why}")
 
 
 class Rehearsals:
@@ -234,7 +227,7 @@ class Rehearsals:
         """Starts the next rehearsal; called while there is no recovery. `ranks`: of this machine, by place."""
         if self._child is not None:
             if events.now() > self._until:
-                self._fail(f"it took longer than {REHEARSAL_S_MAX:g} s")
+                self._fail(f"it took longer than {SCRIPT_S_MAX:g} s")
             return
         if view is None or view.state != pb.RUNNING or not self._nursery.tend():
             return
@@ -258,7 +251,7 @@ class Rehearsals:
             return  # a later call tries again; missing spares are reported elsewhere
         self._tried[chosen.rank] = chosen.recorded
         self._child, self._rank, self._version = child, chosen.rank, chosen.recorded
-        self._generation, self._until = generation, events.now() + REHEARSAL_S_MAX
+        self._generation, self._until = generation, events.now() + SCRIPT_S_MAX
         self._known = False
         child.rehearse(self._program(place, child.incarnation, chosen.recorded))
         events.emit("rehearsal_begin", rank=chosen.rank, version=chosen.recorded, pid=child.pid)

@@ -8,7 +8,7 @@ import pytest
 
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.launch import spares
-from swift_ft.launch.spares import FAILURES_MAX, REHEARSAL_S_MAX, Rehearsals
+from swift_ft.launch.spares import FAILURES_MAX, SCRIPT_S_MAX, Rehearsals
 from swift_ft.launch.worker import Program
 from tests.unit.launch.test_spares import FakeNursery
 
@@ -248,10 +248,10 @@ def test_a_process_that_ends_without_a_word_is_a_failure() -> None:
 def test_one_that_takes_too_long_is_ended(clock: list[float]) -> None:
     world = World()
     world.turn()
-    clock[0] += REHEARSAL_S_MAX
+    clock[0] += SCRIPT_S_MAX
     world.turn()
     assert not world.nursery.children[0].unwanted
     clock[0] += 1.0
     world.turn()
     assert world.nursery.children[0].unwanted
-    assert world.link.told[-1] == (4, 20, {"why_not": f"it took longer than {REHEARSAL_S_MAX:g} s"})
+    assert world.link.told[-1] == (4, 20, {"why_not": f"it took longer than {SCRIPT_S_MAX:g} s"})

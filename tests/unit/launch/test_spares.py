@@ -9,13 +9,7 @@ import pytest
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.launch import spares as spares_module
 from swift_ft.launch.children import StartFailed
-from swift_ft.launch.spares import (
-    AGAIN_S,
-    SPARE_FAILURES_MAX,
-    WARM_UP_FAILURES_MAX,
-    WARM_UP_S_MAX,
-    Spares,
-)
+from swift_ft.launch.spares import AGAIN_S, FAILURES_MAX, SCRIPT_S_MAX, Spares
 from swift_ft.launch.worker import Program
 
 RUNNING = pb.View(state=pb.RUNNING, checkpoints=[0])
@@ -165,7 +159,7 @@ def test_a_loss_ends_the_warm_up_and_does_not_wait_for_it(told: list[str]) -> No
     child = world.warming()
     assert world.take(4) is world.nursery.children[0]
     assert child.unwanted
-    for _ in range(WARM_UP_FAILURES_MAX):  # that is no failure
+    for _ in range(FAILURES_MAX):  # that is no failure
         child = world.warming()
         world.spares.on_view(pb.View(state=pb.FENCING, checkpoints=[0]))
         assert child.unwanted, "nor is a loss on another machine"
@@ -207,7 +201,7 @@ def test_who_has_failed_is_ended_and_after_three_in_a_row_there_are_no_more(
     fail()
     world.hear(world.warming())
     world.hear(world.warming())
-    for _ in range(WARM_UP_FAILURES_MAX):
+    for _ in range(FAILURES_MAX):
         assert not told
         fail()
     assert len(told) == 1
@@ -255,9 +249,9 @@ def test_a_spare_that_cannot_be_started_is_tried_again_later(told: list[str], cl
 
 def test_a_warm_up_that_takes_too_long_is_ended(told: list[str], clock: list[float]) -> None:
     world = World(0, made)
-    for _ in range(WARM_UP_FAILURES_MAX):
+    for _ in range(FAILURES_MAX):
         child = world.warming()
-        clock[0] += WARM_UP_S_MAX - 1.0
+        clock[0] += SCRIPT_S_MAX - 1.0
         assert world.warming() is child
         clock[0] += 2.0
         world.turn()
@@ -287,11 +281,11 @@ def test_without_the_option_nobody_is_warmed_up() -> None:
 
 def test_spares_that_die_while_they_start_are_made_so_often(told: list[str]) -> None:
     world = World(1, None)
-    for _ in range(SPARE_FAILURES_MAX + 2):
+    for _ in range(FAILURES_MAX + 2):
         world.spares.tend(RUNNING, RANKS)
         for child in world.nursery.spares:
             world.end(child, 1)
-    assert len(world.nursery.children) == SPARE_FAILURES_MAX
+    assert len(world.nursery.children) == FAILURES_MAX
     assert len(told) == 1
 
 
