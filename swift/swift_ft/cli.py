@@ -18,53 +18,23 @@ PROGRAMS = {
 OTHERS = {
     "drill": (
         "lab.drill.command",
-        "kill ranks of a real training run and compare the recovered bits with a run that did not fail",
+        "kill ranks of a real run, and compare its bits with an undisturbed one's",
     ),
-    "study": (
-        "lab.study.command",
-        "train two small tasks under failures: what each strategy costs in time and accuracy",
-    ),
-    "failures": (
-        "lab.failures.schedule",
-        "show which failures swift-ft run --failures would make happen",
-    ),
-    "verify-determinism": (
-        "lab.determinism.command",
-        "compare an interrupted run of a script with an uninterrupted one, and name what differs",
-    ),
-    "plan": (
-        "lab.plan.command",
-        "choose which boundaries to log: bytes, overhead and recovery time of every choice worth having",
-    ),
-    "bench": (
-        "lab.bench.command",
-        "measure one part against the limit of the machine: log, overhead, checkpoint, recovery, ...",
-    ),
-    "credentials": (
-        "tools.credentials",
-        "make a cluster's certificates, signing key and tokens, in one command",
-    ),
+    "study": ("lab.study.command", "train two small tasks under failures: each strategy's time and accuracy"),
+    "failures": ("lab.failures.schedule", "show which failures swift-ft run --failures would make happen"),
+    "verify-determinism": ("lab.determinism.command", "name what differs once a script is interrupted"),
+    "plan": ("lab.plan.command", "choose which boundaries to log: bytes, overhead and recovery time"),
+    "bench": ("lab.bench.command", "measure one part against the limit of the machine: log, recovery, ..."),
+    "credentials": ("tools.credentials", "make a cluster's certificates, signing key and tokens"),
     "token": ("tools.token", "make signing keys, and job tokens signed with them"),
     "inspect": ("tools.inspect", "show and verify what is in the log; drop a job's log"),
-    "export": (
-        "tools.export",
-        "write a version of a job so that torch.distributed.checkpoint opens it without swift-ft",
-    ),
-    "status": (
-        "tools.status",
-        "show what a job does now: its state, each rank's version, how long a replay will still take",
-    ),
-    "events": (
-        "tools.status:events",
-        "show a job's history: each generation with its cause, its plan and its times",
-    ),
-    "jobs": ("tools.status:jobs", "list a coordinator's jobs: state, version, newest checkpoint of each"),
-    "logs": (
-        "tools.status:logs",
-        "show where a job's log is kept; give a log server up, or name another one",
-    ),
+    "export": ("tools.export", "write a version that torch.distributed.checkpoint opens without swift-ft"),
+    "status": ("tools.status", "show what a job does now: its state, each rank's version, a replay's pace"),
+    "events": ("tools.status:events", "show a job's history: each generation's cause, plan and times"),
+    "jobs": ("tools.status:jobs", "list a coordinator's jobs: state, version, newest checkpoint"),
+    "logs": ("tools.status:logs", "show where a job's log is kept; give a log server up, or add one"),
     "watch": ("tools.watch", "serve a live page of a coordinator's jobs, for a browser"),
-    "completion": ("tools.completion", "print what bash or zsh needs to complete these commands and flags"),
+    "completion": ("tools.completion", "print what bash or zsh needs to complete commands and flags"),
     "doctor": ("tools.doctor", "check whether this machine is fit, and whether the services answer"),
 }
 
