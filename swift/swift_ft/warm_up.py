@@ -19,7 +19,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -27,30 +26,9 @@ from swift_ft import reinitialization
 from swift_ft.text import one_line
 
 
-@dataclass(kw_only=True, slots=True)
-class Warmed:
-    why_not: str = ""
-    """Reason in one line; empty: the spare is warm."""
-    passing: bool = False
-    """True if the job was the reason (a recovery, a checkpoint that was replaced meanwhile): a retry may succeed."""
-    version: int = -1
-    """Version of the checkpoint that the step was computed from."""
-
-
-@dataclass(kw_only=True, slots=True)
-class Rehearsed:
-    steps: int = 0
-    """Number of steps that were compared."""
-    difference: str = ""
-    """The first difference; empty: none."""
-    why_not: str = ""
-    """Reason in one line; empty: the rehearsal was done."""
-    passing: bool = False
-    """True if the job was the reason: a retry may succeed."""
-
-
 class OneRun:
-    """One run of the script; its session sets the results."""
+    """One run of the script, and its result. Its session sets `version`, if it is None, and the attributes from `steps`
+    on."""
 
     def __init__(
         self,
@@ -64,8 +42,15 @@ class OneRun:
         self.rehearses = rehearses
         self.gives_up = gives_up
         """Reports the reason and ends the process; called from any of its threads."""
-        self.steps, self.difference = 0, ""
-        """See `Rehearsed`."""
+        self.why_not = ""
+        """Why the script has not come far enough, in one line; empty: it has."""
+        self.passing = False
+        """True if the job was the reason (a recovery, a checkpoint that was replaced meanwhile): a retry may
+        succeed."""
+        self.steps = 0
+        """(a rehearsal) Number of steps that were compared."""
+        self.difference = ""
+        """(a rehearsal) The first difference; empty: none."""
         self.gradients = b""
         """Digest of the gradients."""
         self.models: list[weakref.ref[Any]] = []
@@ -111,41 +96,46 @@ def begin_session() -> None:
             os.write(said[0], b"s")
 
 
-def warm_up(script: Callable[[], object]) -> Warmed:
-    """Runs the script twice, each time until its session has come far enough."""
+def warm_up(script: Callable[[], object]) -> OneRun:
+    """Runs the script twice, each time until its session has come far enough. Returns the first run, with the result of
+    both: without a reason in `why_not` the spare is warm."""
     with suppress(ImportError):  # the script imports torch anyway: its settings must be restored
         importlib.import_module("swift_ft.state.torch_settings")
     first = OneRun(None)
-    warmed = _run(script, first)
-    if warmed.why_not:
-        return warmed
+    _run(script, first)
+    if first.why_not:
+        return first
     again = OneRun(first.version)
-    second = _run(script, again)
-    if second.why_not:
-        warmed.why_not, warmed.passing = f"the second time: {second.why_not}", second.passing
+    _run(script, again)
+    if again.why_not:
+        first.why_not, first.passing = f"the second time: {again.why_not}", again.passing
     elif again.gradients != first.gradients:
-        warmed.why_not = (
+        first.why_not = (
             "the script computes other gradients the second time: modules keep something that it changes"
         )
-    return warmed
+    return first
 
 
-def rehearse(script: Callable[[], object], version: int, end: Callable[[Rehearsed], NoReturn]) -> NoReturn:
+def rehearse(script: Callable[[], object], version: int, end: Callable[[OneRun], NoReturn]) -> NoReturn:
     """Runs the script once, as far as its session takes it. Then `end` ends the process, which cannot be used any
     more."""
-    run = OneRun(version, rehearses=True, gives_up=lambda why: end(Rehearsed(why_not=why)))
-    _process.under_way = run
+
+    def give_up(why: str) -> NoReturn:
+        run.why_not = why
+        end(run)
+
+    run = _process.under_way = OneRun(version, rehearses=True, gives_up=give_up)
     reinitialization.begin_warm_up()
-    why_not, passing = _leave(script, run)
-    end(Rehearsed(steps=run.steps, difference=run.difference, why_not=why_not, passing=passing))
+    _leave(script, run)
+    end(run)
 
 
-def _run(script: Callable[[], object], run: OneRun) -> Warmed:
+def _run(script: Callable[[], object], run: OneRun) -> None:
     before, left_before = reinitialization.state(), _Left()
     _process.under_way = run
     reinitialization.begin_warm_up()
     try:
-        why_not, passing = _leave(script, run)
+        _leave(script, run)
         run.moved = lambda _error: False  # the old function refers to the model
         sys.modules["__main__"] = ModuleType("__main__")  # its variables refer to the model
         left_before.restore()
@@ -154,21 +144,17 @@ def _run(script: Callable[[], object], run: OneRun) -> Warmed:
         _free_device()
     finally:
         _process.under_way = None
-    return Warmed(
-        why_not=why_not or left_before.left(run.models),
-        passing=passing,
-        version=-1 if run.version is None else run.version,
-    )
+    run.why_not = run.why_not or left_before.left(run.models)
 
 
-def _leave(script: Callable[[], object], run: OneRun) -> tuple[str, bool]:
-    """Runs the script. Returns why it has not come far enough, and whether a retry may succeed."""
+def _leave(script: Callable[[], object], run: OneRun) -> None:
+    """Runs the script. Sets why it has not come far enough, and whether a retry may succeed."""
     process = os.getpid()
-    passing = False
+    why, passing = "the script has ended", False
     try:
         script()
     except reinitialization.Reinitialize:
-        return "", False
+        return
     except SystemExit as end:
         if os.getpid() != process:  # a child forked by the script must not continue here
             os._exit(end.code if isinstance(end.code, int) else bool(end.code))
@@ -176,11 +162,10 @@ def _leave(script: Callable[[], object], run: OneRun) -> tuple[str, bool]:
     except Exception as error:  # noqa: BLE001  (a stranger's script)
         why = f"{type(error).__name__}: {one_line(str(error))}"
         passing = run.moved(error)
-    else:
-        why = "the script has ended"
     if os.getpid() != process:
         os._exit(1)
-    return ("", False) if reinitialization.asked() else (why, passing)
+    if not reinitialization.asked():
+        run.why_not, run.passing = why, passing
 
 
 class _Left:

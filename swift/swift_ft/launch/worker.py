@@ -39,7 +39,7 @@ from dataclasses import asdict, dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import BinaryIO, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from swift_ft import events, reinitialization, warm_up
 from swift_ft.errors import JobFailed, SwiftError, UsageError
@@ -326,7 +326,7 @@ def work(control_fd: int, warm_fd: int, life_fd: int) -> None:
     with os.fdopen(control_fd, "rb") as control:
         assignment = read_program(control)
         while assignment is not None and assignment.warm_up:
-            _say(warm_fd, json.dumps(asdict(_warm_up(assignment))).encode() + b"\n")
+            _warm_up(assignment, warm_fd)
             assignment = read_program(control)
         if assignment is not None and assignment.rehearse is not None:
             _rehearse(assignment, assignment.rehearse, warm_fd)
@@ -354,8 +354,8 @@ def _say(warm_fd: int, words: bytes) -> None:
 def _rehearse(assignment: Program, version: int, said_fd: int) -> NoReturn:
     """Rehearses the rank, with the lowest priority for CPU time and memory: the ranks train at the same time."""
 
-    def end(found: warm_up.Rehearsed) -> NoReturn:
-        _say(said_fd, json.dumps(asdict(found)).encode() + b"\n")
+    def end(run: warm_up.OneRun) -> NoReturn:
+        _say_result(said_fd, run, steps=run.steps, difference=run.difference)
         os._exit(0)  # the script's leftovers do not matter
 
     set_title("swift-rehearse", f"swift-ft: rehearsal of rank {assignment.env.get('RANK', '?')}")
@@ -375,13 +375,18 @@ def _run_beside_the_rank(assignment: Program) -> None:
         _run_as_main(assignment)
 
 
-def _warm_up(assignment: Program) -> warm_up.Warmed:
+def _say_result(said_fd: int, run: warm_up.OneRun, **found: Any) -> None:
+    line = json.dumps({"why_not": run.why_not, "passing": run.passing, **found})
+    _say(said_fd, line.encode() + b"\n")
+
+
+def _warm_up(assignment: Program, said_fd: int) -> None:
     """Warms up. This process's environment is restored afterwards, and the script's output is discarded."""
     set_title("swift-spare", f"swift-ft: spare of launcher {os.getppid()}, being warmed up")
     with _silent():
-        warmed = warm_up.warm_up(lambda: _run_beside_the_rank(assignment))
+        run = warm_up.warm_up(lambda: _run_beside_the_rank(assignment))
     set_title("swift-spare", f"swift-ft: spare of launcher {os.getppid()}")
-    return warmed
+    _say_result(said_fd, run, version=-1 if run.version is None else run.version)
 
 
 @contextlib.contextmanager
