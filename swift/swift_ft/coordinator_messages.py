@@ -187,11 +187,7 @@ def state_name(state: int) -> str:
 
 def has_left_forming(view: pb.View | None) -> bool:
     """Returns whether the job has left FORMING and has neither failed nor been stopped; False if no View is known."""
-    return view is not None and view.state not in (
-        pb.FORMING,
-        pb.FAILED,
-        pb.STOPPED,
-    )
+    return view is not None and view.state not in (pb.FORMING, pb.FAILED, pb.STOPPED)
 
 
 def inexact_words(view: pb.View) -> str:

@@ -100,27 +100,10 @@ _SECRET_BYTES_MIN = 6
 
 _ERRORS = {"storage_failed", "fatal"}
 _WARNINGS = {
-    *(
-        "disk_full",
-        "storage_busy",
-        "quarantined",
-        "stream_corrupt",
-        "torn_tail",
-        "not_removed",
-        "trim_failed",
-    ),
-    *(
-        "manifest_not_saved",
-        "lease_expired",
-        "suspect",
-        "place_unfit",
-        "fenced",
-        "refused",
-        "log_server_blocked",
-    ),
-    *("job_set_apart", "audit_failed", "log_server_lost", "not_exact"),
-    *("member_exited", "checkpoint_untold", "checkpoint_failed", "checkpoint_unsaved"),
-    "communicators_unused",
+    *("disk_full", "storage_busy", "quarantined", "stream_corrupt", "torn_tail", "not_removed"),
+    *("trim_failed", "manifest_not_saved", "lease_expired", "suspect", "place_unfit", "fenced", "refused"),
+    *("log_server_blocked", "log_server_lost", "job_set_apart", "audit_failed", "not_exact", "member_exited"),
+    *("checkpoint_untold", "checkpoint_failed", "checkpoint_unsaved", "communicators_unused"),
 }
 
 

@@ -122,11 +122,9 @@ class Objects:
         found: Any = self._read(below, lambda: _obstore().list(self._store, below or None).collect_async())
         return [Entry(each["path"], each["size"], each["last_modified"].timestamp()) for each in found]
 
-    def folders(self, below: str = "") -> list[str]:
-        """Returns the names that follow a prefix, where more follows."""
-        found: Any = self._read(
-            below, lambda: _obstore().list_with_delimiter_async(self._store, below or None)
-        )
+    def folders(self) -> list[str]:
+        """Returns the first part of all paths that have more than one, each once."""
+        found: Any = self._read("", lambda: _obstore().list_with_delimiter_async(self._store))
         return [prefix.rstrip("/").rpartition("/")[2] for prefix in found["common_prefixes"]]
 
     def size(self, path: str) -> int:

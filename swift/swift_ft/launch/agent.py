@@ -49,12 +49,7 @@ from swift_ft.launch.decisions import (
 )
 from swift_ft.launch.health_check import WaitingPlaces
 from swift_ft.launch.link import CoordinatorLink
-from swift_ft.launch.ranks import (
-    MachinePlace,
-    make_program,
-    place_env,
-    rank_env,
-)
+from swift_ft.launch.ranks import MachinePlace, make_program, place_env, rank_env
 from swift_ft.launch.rendezvous import Rendezvous
 from swift_ft.launch.spares import Rehearsals, Spares
 from swift_ft.launch.together import Together
@@ -142,11 +137,7 @@ class Told:
 
     def late(self, view: pb.View | None, now: float) -> str:
         """Returns, once, what the job has waited for during the last `LATE_S`; empty if it has not waited that long."""
-        waits = view is not None and view.state in (
-            pb.FORMING,
-            pb.FENCING,
-            pb.PLANNING,
-        )
+        waits = view is not None and view.state in (pb.FORMING, pb.FENCING, pb.PLANNING)
         waits_for = view.waiting_for if view is not None and waits else ""
         if waits_for != self._waits_for:
             self._waits_for, self._late_at = waits_for, now + LATE_S
@@ -204,18 +195,14 @@ def resident_bytes(pid: int) -> int:
         return 0
 
 
-def why_no_room(needed: int, available: int | None) -> str:
-    """Returns why `needed` bytes do not fit, empty if they do. `needed`: the size of the largest living rank, which the
-    lost one is assumed to need."""
-    if available is None or needed <= available:
-        return ""
-    return f"{available >> 20} MiB are free, and a rank here takes {needed >> 20} MiB"
-
-
 def room_for_one_more(pids: Iterable[int]) -> str:
-    """Returns why another process as large as these does not fit; empty if it does."""
-    living = list(map(resident_bytes, pids))
-    return why_no_room(max(living), available_memory()) if living else "none of them is on this machine"
+    """Returns why another process as large as the largest of these does not fit; empty if it does."""
+    living, available = list(map(resident_bytes, pids)), available_memory()
+    if not living:
+        return "none of them is on this machine"
+    if available is None or max(living) <= available:
+        return ""
+    return f"{available >> 20} MiB are free, and a rank here takes {max(living) >> 20} MiB"
 
 
 class Vacated:

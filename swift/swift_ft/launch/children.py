@@ -430,15 +430,9 @@ class Nursery:
 
     def _interpret(self, fds: list[int]) -> Started:
         control_fd, warm_fd, word_fd, life_fd = fds
-        command = [sys.executable, "-u", "-P", "-m", "swift_ft.launch.worker"]
-        command += [
-            str(control_fd),
-            str(warm_fd),
-            str(life_fd),
-            str(os.getpid()),
-            self._path0,
-            self._preload,
-        ]
+        numbers = map(str, (control_fd, warm_fd, life_fd, os.getpid()))
+        command = [sys.executable, "-u", "-P", "-m", "swift_ft.launch.worker", *numbers]
+        command += [self._path0, self._preload]
         env = self._env | {ENV_WORD_FD: str(word_fd)}
         process = subprocess.Popen(command, env=env, pass_fds=fds, start_new_session=True)
         return process.pid, process

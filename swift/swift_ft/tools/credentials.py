@@ -210,7 +210,11 @@ def parse(argv: Sequence[str]) -> Namespace:
     given = parser().parse_args(argv)
     given.hosts = [host.strip() for host in given.hosts.split(",") if host.strip()]
     for host in given.hosts:
-        if (":" in host.removeprefix("[") and _is_no_address(host)) or not host.isascii() or "/" in host:
+        if (
+            (":" in host and isinstance(_alternative(host), x509.DNSName))
+            or not host.isascii()
+            or "/" in host
+        ):
             raise UsageError(f"credentials: --hosts {host}: a name or an address, without a port")
     if not 0 < given.hours <= HOURS_MAX:
         raise UsageError(f"credentials: --hours {given.hours:g}: more than 0, at most {HOURS_MAX}")
@@ -219,14 +223,6 @@ def parse(argv: Sequence[str]) -> Namespace:
     if given.job != EVERY_JOB:
         given.job = job_called(given.job)
     return given
-
-
-def _is_no_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return True
-    return False
 
 
 @command

@@ -181,10 +181,11 @@ def _devices(tool: str, limit_s: float) -> Iterator[Finding]:
             memory_bytes=_digits(total) << 20,
             used_bytes=_digits(used) << 20,
             ecc=ecc,
-            uncorrected=int(uncorrected) if uncorrected.isdecimal() else None,
+            uncorrected=_digits(uncorrected),
         )
     with contextlib.suppress(metadata.PackageNotFoundError):
-        yield _torch_for_gpus(metadata.version("torch"))
+        torch, advice = metadata.version("torch"), "install torch for CUDA: https://pytorch.org/get-started"
+        yield _judge("torch for GPUs", torch, (torch.endswith("+cpu"), WARN, advice))
     code, said = _answer([tool, "nvlink", "--status"], limit_s)
     if not code:  # a tool that does not know the word says nothing about links
         yield from _nvlink(nvlinks_of(said))
@@ -250,23 +251,19 @@ def _xids_in(messages: Path) -> dict[str, set[int]]:
 
 
 def gpu(
-    number: str,
-    name: str,
-    driver: str,
-    *,
-    memory_bytes: int,
-    used_bytes: int,
-    ecc: str,
-    uncorrected: int | None,
+    number: str, name: str, driver: str, *, memory_bytes: int, used_bytes: int, ecc: str, uncorrected: int
 ) -> Finding:
     """`ecc`: "Enabled", "Disabled", or another word if the device has none. `uncorrected`: ECC errors since the last
-    reset; None: not told."""
-    lost = uncorrected or 0
+    reset, as far as they are told."""
     return _judge(
         f"gpu {number}",
         f"{name}, driver {driver}, {size_words(used_bytes)} of {size_words(memory_bytes)} in use, "
-        + ("ECC off" if ecc == "Disabled" else f"{lost} uncorrected ECC errors"),
-        (lost > 0, FAIL, "its memory has lost bits: reset it (nvidia-smi --gpu-reset), or have it exchanged"),
+        + ("ECC off" if ecc == "Disabled" else f"{uncorrected} uncorrected ECC errors"),
+        (
+            uncorrected > 0,
+            FAIL,
+            "its memory has lost bits: reset it (nvidia-smi --gpu-reset), or have it exchanged",
+        ),
         (ecc == "Disabled", WARN, "a flipped bit goes unseen: nvidia-smi -e 1, then reset it"),
         (
             used_bytes > GPU_USED_PART_MAX * memory_bytes,
@@ -294,11 +291,6 @@ def _nvlink(by_gpu: Mapping[str, Sequence[float | None]]) -> Iterator[Finding]:
                 "its messages take a slower way than those of others: nvidia-smi nvlink --errorcounters, dmesg",
             ),
         )
-
-
-def _torch_for_gpus(torch: str) -> Finding:
-    advice = "install torch for CUDA: https://pytorch.org/get-started"
-    return _judge("torch for GPUs", torch, (torch.endswith("+cpu"), WARN, advice))
 
 
 def _xids(by_device: Mapping[str, Collection[int]]) -> Iterator[Finding]:

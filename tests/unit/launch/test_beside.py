@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from swift_ft._pb import coordinator_pb2 as pb
-from swift_ft.launch.agent import Vacated, resident_bytes, room_for_one_more, why_no_room
+from swift_ft.launch import agent
+from swift_ft.launch.agent import Vacated, resident_bytes, room_for_one_more
 from swift_ft.log.memory import available_memory
 
 GIB = 1 << 30
@@ -23,9 +24,11 @@ GIB = 1 << 30
     ],
 )
 def test_a_lost_rank_is_taken_for_as_large_as_the_largest(
-    needed: int, available: int | None, why: str
+    needed: int, available: int | None, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert why_no_room(needed, available) == why
+    monkeypatch.setattr(agent, "resident_bytes", lambda pid: needed // pid)
+    monkeypatch.setattr(agent, "available_memory", lambda: available)
+    assert room_for_one_more([2, 1]) == why
 
 
 def test_what_a_process_takes_is_read_from_the_system() -> None:
