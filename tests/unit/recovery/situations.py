@@ -16,12 +16,12 @@ from swift_ft.planner import (
     HeldSnapshot,
     Plan,
     PlanConfig,
+    RecoveryGroups,
     Refusals,
     Report,
     Strategy,
     StreamSummary,
 )
-from tests.unit.recovery.runs import is_inside, name, recovery_groups
 
 KEEP, CATCH_UP, REPLAY, CHECKPOINT, ROLL_FORWARD, UNDO, REPLICA, SNAPSHOT, LOSSY_FORWARD = Strategy
 NEWEST = 6
@@ -62,6 +62,31 @@ def assignments(draw: st.DrawFn, dp_size: int) -> Assignment:
     }
     shards = {rank: draw(st.integers(0, 1)) for rank in ranks} if draw(st.integers(0, 2)) == 2 else {}
     return Assignment.from_reports(num_stages=num_stages, stages=stages, shards=shards)
+
+
+@st.composite
+def recovery_groups(draw: st.DrawFn, assignment: Assignment) -> RecoveryGroups:
+    """None, or runs of stages that no rank is parted by."""
+    stages = range(1, assignment.num_stages)
+    cuts = [stage for stage in stages if draw(st.booleans())] if draw(st.booleans()) else list(stages)
+    run_of = [sum(cut <= stage for cut in cuts) for stage in range(assignment.num_stages)]
+    if any(len({run_of[stage] for stage in mine}) > 1 for mine in assignment.stages.values()):
+        return RecoveryGroups() if draw(st.booleans()) else RecoveryGroups((0,), assignment.num_stages)
+    return draw(st.sampled_from([RecoveryGroups(), RecoveryGroups((0, *cuts), assignment.num_stages)]))
+
+
+def is_inside(stream: str, assignment: Assignment, groups: RecoveryGroups) -> bool:
+    """Only stages of the same recovery group receive it."""
+    for stage in range(assignment.num_stages):
+        for kind, to in (("F", stage + 1), ("B", stage - 1)):
+            names = {name(stage, kind, c, dp_size) for dp_size in (1, 2, 3) for c in range(dp_size)}
+            if stream in names and 0 <= to < assignment.num_stages:
+                return to in groups.stages(stage)
+    return False
+
+
+def name(stage: int, kind: str, dp_rank: int, dp_size: int) -> str:
+    return f"s{stage}.{kind}" if dp_size == 1 else f"s{stage}c{dp_rank}.{kind}"
 
 
 @st.composite
@@ -198,6 +223,30 @@ def snapshot_situations(draw: st.DrawFn) -> Situation:
         ),
         config=replace(situation.config, strategy=draw(st.sampled_from(["snapshot", "snapshot", "auto"]))),
         refused=Refusals().and_of(refused, "refused before") if refused else Refusals(),
+    )
+
+
+@st.composite
+def grouped_situations(draw: st.DrawFn) -> Situation:
+    """Four to six stages, some of them in recovery groups of several, of which ranks are lost or behind."""
+    places, dp_size = draw(st.integers(4, 6)), draw(st.sampled_from([1, 1, 2]))
+    assignment = Assignment.from_reports(
+        num_stages=places, stages={rank: (rank // dp_size,) for rank in range(places * dp_size)}
+    )
+    cuts = sorted(draw(st.sets(st.integers(1, places - 1), min_size=1, max_size=places - 2)))
+    groups = RecoveryGroups((0, *cuts), places)
+    log = draw(inventories(assignment))
+    step = draw(st.integers(2, NEWEST - 2))
+    fates = [draw(st.sampled_from(["whole"] * 4 + ["lost", "behind", "half"])) for _ in range(places)]
+    return Situation(
+        reports=tuple(
+            draw(partial_reports(rank, step, fates[rank // dp_size])) for rank in assignment.stages
+        ),
+        assignment=assignment,
+        log={stream: summary for stream, summary in log.items() if not is_inside(stream, assignment, groups)},
+        checkpoints=(0,) if draw(st.booleans()) else (step - 1,),
+        config=PlanConfig(groups=groups, inexact_undo=draw(st.booleans())),
+        refused=Refusals(),
     )
 
 

@@ -14,7 +14,6 @@ from swift_ft.planner import (
     Plan,
     PlanConfig,
     RecoveryGroups,
-    Report,
 )
 from swift_ft.planner.plan import plan
 from swift_ft.planner.replay_cost import (
@@ -26,7 +25,7 @@ from swift_ft.planner.replay_cost import (
     fewest,
     step_s,
 )
-from tests.unit.recovery.test_plan import full_log, one_stage_each
+from tests.unit.recovery.planned import full_log, measured, mesh, reports
 
 MB = 1_000_000
 FREE_LINK = 1e30
@@ -98,34 +97,6 @@ class TestHowManyHelp:
         assert sum(chosen.values()) == min(sum(c.values()) for c in possible if slowest(c) == best)
 
 
-def measured(
-    stages: int, microbatch_s: float = 0.3, weights: int = 0, read_s: float | None = None, sent: int = 1000
-) -> dict[int, pb.RankMeasured]:
-    return {
-        rank: pb.RankMeasured(
-            step=9,
-            steps=8,
-            microbatches=8,
-            step_s=5.0,
-            update_s=0.1,
-            stages=(
-                pb.StageMeasured(
-                    stage=rank,
-                    forward_s=microbatch_s / 3,
-                    backward_s=2 * microbatch_s / 3,
-                    sent=tuple(
-                        pb.Sent(destination=o, bytes=sent) for o in (rank - 1, rank + 1) if 0 <= o < stages
-                    ),
-                    gradient_bytes=weights,
-                ),
-            ),
-            log_read_bytes=None if read_s is None else READ_BYTES_MIN,
-            log_read_wait_s=read_s,
-        )
-        for rank in range(stages)
-    }
-
-
 def changed(measured: pb.RankMeasured, **by: Any) -> pb.RankMeasured:
     """More stages, or other numbers."""
     made = pb.RankMeasured.FromString(measured.SerializeToString())
@@ -165,11 +136,13 @@ class TestWhatWasMeasured:
         assert {cost.log_bytes_per_s for cost in costs_of(said, RecoveryGroups()).values()} == {math.inf}
 
 
-def planned(said: dict[int, pb.RankMeasured], *versions: int | None, helpers: int = 3) -> Plan:
-    reports = [Report(rank=rank, version=version, can_help=True) for rank, version in enumerate(versions)]
-    assignment = one_stage_each(len(versions))
-    log = full_log(range(len(versions)), 0, 14)
-    outcome, reason = plan(reports, assignment, log, (5,), PlanConfig(helpers=helpers), measured=said)
+def planned(known: dict[int, pb.RankMeasured], words: str, helpers: int = 3, groups: str = "") -> Plan:
+    """`words`: what ranks report."""
+    said = reports(words)
+    assignment = mesh(len(said))
+    config = PlanConfig(helpers=helpers, groups=RecoveryGroups.parse(groups))
+    log = full_log(assignment, 0, 14, config.groups)
+    outcome, reason = plan(said, assignment, log, (5,), config, measured=known)
     assert outcome is not None, reason
     assert outcome.reason == reason
     return outcome
@@ -177,7 +150,7 @@ def planned(said: dict[int, pb.RankMeasured], *versions: int | None, helpers: in
 
 class TestAPlan:
     def test_says_who_helps_and_what_that_makes_of_it(self) -> None:
-        outcome = planned(measured(6), 15, 15, None, 15, 15, 15)
+        outcome = planned(measured(6), "15 15 - 15 15 15")
         (help,) = outcome.help
         assert len(help.helpers) == 3
         (one,) = outcome.predictions
@@ -190,44 +163,44 @@ class TestAPlan:
 
     def test_no_more_than_make_it_shorter(self) -> None:
         """Of eight microbatches five ranks compute two at most, as four do."""
-        (help,) = planned(measured(6), 15, 15, None, 15, 15, 15, helpers=5).help
+        (help,) = planned(measured(6), "15 15 - 15 15 15", helpers=5).help
         assert len(help.helpers) == 3
 
     def test_nobody_if_weights_and_gradients_cost_more_than_is_saved(self) -> None:
         """alone 2.5 s; two: 1.3 s + 2 G / B; four: 0.7 s + 2 G / B and two hops more."""
         heavy = int(1.5 * LINK_BYTES_PER_S)
-        outcome = planned(measured(6, weights=heavy), 15, 15, None, 15, 15, 15)
+        outcome = planned(measured(6, weights=heavy), "15 15 - 15 15 15")
         assert outcome.help == ()
         assert outcome.predictions[0].workers == 1
         assert outcome.reason.endswith("rank 2 replays 10 steps in 25 s")
 
     def test_fewer_if_the_log_is_the_limit(self) -> None:
         """1.3 s with two ranks, 0.7 s with four; but 2000 bytes take 1.5 s."""
-        (help,) = planned(measured(6, read_s=1.5 / 2000 * READ_BYTES_MIN), 15, 15, None, 15, 15, 15).help
+        (help,) = planned(measured(6, read_s=1.5 / 2000 * READ_BYTES_MIN), "15 15 - 15 15 15").help
         assert len(help.helpers) == 1
 
     def test_as_many_as_may_where_nothing_was_measured(self) -> None:
-        outcome = planned({}, 15, 15, None, 15, 15, 15, helpers=4)
+        outcome = planned({}, "15 15 - 15 15 15", helpers=4)
         assert outcome.help == (Help(owner=2, helpers=(1, 3, 0, 4), until=15),)
         assert outcome.predictions == ()
 
     def test_as_many_as_may_where_one_of_the_replays_was_not_measured(self) -> None:
         said = measured(7)
         del said[0]
-        outcome = planned(said, None, 15, 15, None, 15, 15, 15, helpers=5)
+        outcome = planned(said, "- 15 15 - 15 15 15", helpers=5)
         assert sum(len(help.helpers) for help in outcome.help) == 5
         assert [one.rank for one in outcome.predictions] == [3]
 
     def test_two_replays_share_the_helpers_by_what_they_take(self) -> None:
         """Rank 1 takes 7 s with three. Rank 4 has fewer steps: three take longer than that alone, two do not."""
-        outcome = planned(measured(6), 15, None, 15, 15, 12, 15, helpers=4)
+        outcome = planned(measured(6), "15 - 15 15 12 15", helpers=4)
         assert {help.owner: len(help.helpers) for help in outcome.help} == {1: 3, 4: 1}
-        outcome = planned(measured(6), 15, None, 15, 15, 13, 15, helpers=4)
+        outcome = planned(measured(6), "15 - 15 15 13 15", helpers=4)
         assert {help.owner: len(help.helpers) for help in outcome.help} == {1: 3}
 
     def test_a_step_beside_a_neighbour_is_a_pipelines(self) -> None:
         """Rank 1 lags by a step, which ranks 1 and 2 do together."""
-        outcome = planned(measured(4), 15, 14, None, 15)
+        outcome = planned(measured(4), "15 14 - 15")
         by_rank = {one.rank: one for one in outcome.predictions}
         together = 2 * 0.3 + 7 * 0.3 + 0.1
         assert by_rank[1].seconds == pytest.approx(together)
@@ -237,20 +210,13 @@ class TestAPlan:
         assert "rank 1 replays 1 step in" in outcome.reason
 
     def test_a_rank_of_two_stages_computes_both(self) -> None:
-        reports = [Report(rank=rank, version=None if rank == 1 else 15, can_help=True) for rank in range(3)]
         assignment = Assignment.from_reports(
             num_stages=6, stages={rank: (rank, rank + 3) for rank in range(3)}
         )
         said = measured(6)
         said = {rank: changed(said[rank], stages=said[rank + 3].stages) for rank in range(3)}
-        outcome, _ = plan(
-            reports,
-            assignment,
-            full_log(range(6), 0, 14),
-            (5,),
-            PlanConfig(helpers=1),
-            measured=said,
-        )
+        log = full_log(assignment, 0, 14)
+        outcome, _ = plan(reports("15 - 15"), assignment, log, (5,), PlanConfig(helpers=1), measured=said)
         assert outcome is not None
         (one,) = outcome.predictions
         assert (one.rank, one.workers) == (1, 2)
@@ -259,17 +225,12 @@ class TestAPlan:
 
     def test_a_group_is_a_pipeline(self) -> None:
         """Eight microbatches of 0.3 s through two stages, and 0.1 s; nobody helps."""
-        versions = (15, 15, None, None, 15, 15)
-        reports = [Report(rank=rank, version=version, can_help=True) for rank, version in enumerate(versions)]
-        config = PlanConfig(helpers=3, groups=RecoveryGroups.parse("0-1,2-3,4-5"))
-        log = full_log(range(6), 0, 14)
-        outcome, _ = plan(reports, one_stage_each(6), log, (5,), config, measured=measured(6))
-        assert outcome is not None
+        outcome = planned(measured(6), "15 15 - - 15 15", groups="0-1,2-3,4-5")
         assert outcome.help == ()
         assert [(one.rank, one.workers) for one in outcome.predictions] == [(2, 1), (3, 1)]
         assert [one.seconds for one in outcome.predictions] == pytest.approx([10 * 2.8] * 2)
 
     def test_a_replay_that_could_not_be_helped_is_predicted_all_the_same(self) -> None:
-        outcome = planned(measured(4), 15, 15, None, 15, helpers=0)
+        outcome = planned(measured(4), "15 15 - 15", helpers=0)
         assert outcome.help == ()
         assert outcome.reason.endswith("rank 2 replays 10 steps in 25 s")

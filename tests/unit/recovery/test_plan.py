@@ -1,319 +1,154 @@
-"""plan() for pipelines without replicas: the cases one by one. test_agreement.py has the replicas."""
+"""plan(): by transcripts (tests/golden/planner, read as `planned` says; `pytest --rewrite`, then review the diff), and
+against all that could be planned, over random situations."""
 
-from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import pytest
+from hypothesis import event, given, settings
 
 from swift_ft.log.record import Steps
-from swift_ft.planner import (
-    Assignment,
-    Plan,
-    PlanConfig,
-    Refusals,
-    Report,
-    Strategy,
-    StreamSummary,
-    plan,
+from swift_ft.planner import Assignment, PlanConfig, Refusals, Strategy, plan, without_log
+from tests.unit.recovery.planned import full_log, mesh, reports, rerun, situation_of, stream
+from tests.unit.recovery.situations import (
+    Situation,
+    check_can_be_followed,
+    check_ways,
+    expected,
+    grouped_situations,
+    situations,
+    snapshot_situations,
 )
 
 KEEP, CATCH_UP, REPLAY, CHECKPOINT, ROLL_FORWARD, UNDO, REPLICA, *_ = Strategy
-
-
-def reports(*versions: int | None) -> list[Report]:
-    return [Report(rank=rank, version=version) for rank, version in enumerate(versions)]
-
-
-def one_stage_each(ranks: int) -> Assignment:
-    return Assignment.from_reports(num_stages=ranks, stages={rank: (rank,) for rank in range(ranks)})
-
-
-def log(*summaries: StreamSummary) -> dict[str, StreamSummary]:
-    return {summary.stream: summary for summary in summaries}
-
-
-def stream(name: str, first: int, last: int, *, trimmed: int = 0, corrupt: bool = False) -> StreamSummary:
-    return StreamSummary(
-        stream=name,
-        records=1 if last >= first else 0,
-        first_step=first if last >= first else -1,
-        last_step=last if last >= first else -1,
-        trimmed_below_step=trimmed,
-        corrupt=corrupt,
-        reason="a checksum differs" if corrupt else "",
-    )
-
-
-def full_log(stages: Iterable[int], first: int, last: int) -> dict[str, StreamSummary]:
-    return log(*(stream(f"s{stage}.{kind}", first, last) for stage in stages for kind in "FB"))
-
-
-def decided(*arguments: object, **named: object) -> Plan:
-    outcome, reason = plan(*arguments, **named)  # type: ignore[arg-type]
-    assert outcome is not None, reason
-    assert outcome.reason == reason
-    return outcome
-
-
-def strategies(outcome: Plan) -> list[tuple[Strategy, int]]:
-    return [(r.strategy, r.from_version) for r in outcome.ranks]
-
-
-AUTO = PlanConfig()
+GOLDEN = Path(__file__).parents[2] / "golden" / "planner"
 AT_10 = (0, 10)
 
 
-def test_a_dead_middle_stage_is_replayed_from_its_neighbours_streams() -> None:
-    outcome = decided(
-        reports(15, None, 15),
-        one_stage_each(3),
-        log(stream("s0.F", 10, 14), stream("s2.B", 10, 14)),
-        AT_10,
-        AUTO,
-    )
-    assert outcome.target_version == 15
-    assert strategies(outcome) == [(KEEP, 15), (REPLAY, 10), (KEEP, 15)]
-    assert outcome.collective_source == -1
-    assert outcome.reason == "target version 15: KEEP on ranks 0, 2; REPLAY on rank 1"
-    assert "holds no state" in outcome.of(1).reason
-
-
-def test_a_survivor_that_is_behind_catches_up() -> None:
-    outcome = decided(
-        reports(15, 14, None),
-        one_stage_each(3),
-        full_log(range(3), 10, 15),
-        (10,),
-        AUTO,
-    )
-    assert strategies(outcome) == [(KEEP, 15), (CATCH_UP, 14), (REPLAY, 10)]
-
-
-def test_a_survivor_older_than_the_checkpoint_loads_it() -> None:
-    outcome = decided(reports(15, 4), one_stage_each(2), full_log(range(2), 10, 15), AT_10, AUTO)
-    assert strategies(outcome) == [(KEEP, 15), (REPLAY, 10)]
-
-
-def test_nothing_is_replayed_if_the_checkpoint_is_the_target() -> None:
-    outcome = decided(reports(10, None), one_stage_each(2), {}, AT_10, AUTO)
-    assert strategies(outcome) == [(KEEP, 10), (REPLAY, 10)]
-
-
-def test_all_that_hold_the_same_version_keep_it_even_without_a_checkpoint() -> None:
-    outcome = decided(reports(3, 3), one_stage_each(2), {}, (), AUTO)
-    assert strategies(outcome) == [(KEEP, 3), (KEEP, 3)]
-
-
-def test_adjacent_stages_that_replay_together_need_each_other_only_before_their_start() -> None:
-    # Stages 1 and 2 both replay from 10: s1.F and s2.B are generated again, and may be gone.
-    outcome = decided(
-        reports(15, None, None, 15),
-        one_stage_each(4),
-        log(stream("s0.F", 10, 14), stream("s3.B", 10, 14)),
-        AT_10,
-        AUTO,
-    )
-    assert strategies(outcome) == [(KEEP, 15), (REPLAY, 10), (REPLAY, 10), (KEEP, 15)]
-
-
-@pytest.mark.parametrize(("last", "covered"), [(13, True), (12, False)])
-def test_a_neighbour_that_catches_up_must_have_logged_what_is_before_its_version(
-    last: int, covered: bool
-) -> None:
-    outcome = decided(
-        reports(None, 14, 15),
-        one_stage_each(3),
-        log(stream("s1.B", 10, last), stream("s0.F", 14, 14), stream("s2.B", 14, 14)),
-        AT_10,
-        AUTO,
-    )
-    wanted = [(REPLAY, 10), (CATCH_UP, 14), (KEEP, 15)] if covered else [(CHECKPOINT, 10)] * 3
-    assert strategies(outcome) == wanted
-
-
-@pytest.mark.parametrize(
-    ("missing", "why"),
-    [
-        (log(stream("s2.B", 10, 14)), "s0.F is empty, and step 10 is needed"),
-        (log(stream("s0.F", 11, 14), stream("s2.B", 10, 14)), "s0.F begins at step 11"),
-        (log(stream("s0.F", 12, 14, trimmed=12), stream("s2.B", 10, 14)), "s0.F is trimmed below step 12"),
-        (log(stream("s0.F", 10, 14), stream("s2.B", 10, 13)), "s2.B ends at step 13, and step 14 is needed"),
-        (log(stream("s0.F", 10, 14, corrupt=True), stream("s2.B", 10, 14)), "s0.F is corrupt (a checksum"),
-        (
-            log(stream("s0.F", 10, 14), stream("s2.B", 10, 14), stream("s1.F", 10, 13, corrupt=True)),
-            "s1.F is corrupt",
-        ),
-        (
-            log(stream("s0.F", 10, 14), stream("s2.B", 10, 14), stream("s1.X", 10, 13, corrupt=True)),
-            "s1.X is corrupt",
-        ),
-    ],
-)
-def test_what_the_log_cannot_feed_falls_back_to_the_checkpoint(
-    missing: dict[str, StreamSummary], why: str
-) -> None:
-    outcome = decided(reports(15, None, 15), one_stage_each(3), missing, AT_10, AUTO)
-    assert strategies(outcome) == [(CHECKPOINT, 10)] * 3
-    assert outcome.target_version == 10
-    assert outcome.restores
-    assert why in outcome.reason
-    assert why in outcome.of(0).reason
-
-
-def test_streams_that_nobody_replays_from_may_be_corrupt() -> None:
-    outcome = decided(
-        reports(15, None, 15),
-        one_stage_each(3),
-        log(stream("s0.F", 10, 14), stream("s2.B", 10, 14), stream("s0.X", 10, 14, corrupt=True)),
-        AT_10,
-        AUTO,
-    )
-    assert outcome.of(1).strategy is REPLAY
-
-
-def test_stages_handed_over_inside_a_rank_need_no_stream() -> None:
-    # V-schedule: rank 0 runs stages 0 and 3, rank 1 stages 1 and 2.
-    assignment = Assignment.from_reports(num_stages=4, stages={0: (0, 3), 1: (1, 2)})
-    outcome = decided(
-        reports(15, None), assignment, log(stream("s0.F", 10, 14), stream("s3.B", 10, 14)), AT_10, AUTO
-    )
-    assert strategies(outcome) == [(KEEP, 15), (REPLAY, 10)]
-    outcome = decided(
-        reports(None, 15), assignment, log(stream("s2.F", 10, 14), stream("s1.B", 10, 13)), AT_10, AUTO
-    )
-    assert "s1.B ends at step 13" in outcome.reason
-
-
-class TestCollectives:
-    LOG = (stream("s0.F", 10, 14), stream("s2.B", 10, 14))
-
-    def test_the_rank_that_has_been_there_longest_is_the_source(self) -> None:
-        outcome = decided(
-            [
-                Report(rank=0, version=15, since_generation=3),
-                Report(rank=1, version=None, since_generation=4),
-                Report(rank=2, version=15, since_generation=1),
-            ],
-            one_stage_each(3),
-            log(*self.LOG, stream("r0.C", 10, 14), stream("r1.C", 10, 14), stream("r2.C", 10, 14)),
-            AT_10,
-            AUTO,
-        )
-        assert outcome.collective_source == 2
-
-    def test_a_source_that_does_not_cover_all_is_passed_over(self) -> None:
-        outcome = decided(
-            reports(15, None, 15),
-            one_stage_each(3),
-            log(*self.LOG, stream("r0.C", 10, 13), stream("r1.C", 10, 14), stream("r2.C", 10, 15)),
-            AT_10,
-            AUTO,
-        )
-        assert outcome.collective_source == 2
-
-    @pytest.mark.parametrize(
-        ("source", "why"),
-        [
-            (stream("r0.C", 11, 14), "r0.C begins at step 11"),
-            (stream("r0.C", 10, 13), "r0.C ends at step 13"),
-            (stream("r0.C", 10, 14, corrupt=True), "r0.C is corrupt"),
-            (stream("r1.C", 10, 14), "none was logged"),
-        ],
-    )
-    def test_without_one_everybody_restores(self, source: StreamSummary, why: str) -> None:
-        outcome = decided(reports(15, None, 15), one_stage_each(3), log(*self.LOG, source), AT_10, AUTO)
-        assert outcome.restores
-        assert why in outcome.reason
-
-    def test_it_must_reach_back_to_where_the_first_replay_begins(self) -> None:
-        outcome = decided(
-            reports(14, None, 15),
-            one_stage_each(3),
-            log(*full_log(range(3), 10, 14).values(), stream("r2.C", 12, 14)),
-            AT_10,
-            AUTO,
-        )
-        assert "r2.C begins at step 12, and step 10 is needed" in outcome.reason
-
-    def test_none_is_needed_if_nobody_replays(self) -> None:
-        outcome = decided(reports(10, None), one_stage_each(2), log(stream("r0.C", 0, 9)), AT_10, AUTO)
-        assert outcome.collective_source == -1
-
-
-@pytest.mark.parametrize(
-    ("held", "config", "refused", "why"),
-    [
-        ((None, None), AUTO, "", "no rank holds a state"),
-        ((15, None), AUTO, "rank 1 refused REPLAY: bits differ", "rank 1 refused REPLAY: bits differ"),
-        ((15, 15), AUTO, "bits differ", "bits differ"),
-        ((15, None), PlanConfig(strategy="checkpoint"), "", "the job is configured to restore checkpoints"),
-        ((7, None), AUTO, "", "no complete checkpoint at version 7 or before for rank 1"),
-    ],
-)
-def test_reasons_to_restore(held: tuple[int | None, ...], config: PlanConfig, refused: str, why: str) -> None:
-    checkpoints = (10, 20) if held[0] == 7 else AT_10
-    refusals = Refusals().and_everything(refused) if refused else Refusals()
-    outcome = decided(
-        reports(*held), one_stage_each(2), full_log(range(2), 0, 15), checkpoints, config, refusals
-    )
-    assert outcome.restores
-    assert outcome.target_version == max(checkpoints)
-    assert why in outcome.reason
-
-
-def test_without_a_checkpoint_there_is_no_plan() -> None:
-    outcome, reason = plan(reports(3, None), one_stage_each(2), {}, (), AUTO)
-    assert outcome is None
-    assert reason.endswith("there is no complete checkpoint to go back to")
+@pytest.mark.parametrize("name", ["pipelines", "replicas", "groups", "help", "snapshots"])
+def test_transcript(name: str, request: pytest.FixtureRequest) -> None:
+    path = GOLDEN / f"{name}.txt"
+    expected = path.read_text()
+    given = rerun(expected)
+    if request.config.getoption("--rewrite"):
+        path.write_text(given)
+    else:
+        assert given == expected
 
 
 def test_bad_input_is_named() -> None:
-    with pytest.raises(ValueError, match="one report of every slot"):
-        plan(reports(3), one_stage_each(2), {}, AT_10, AUTO)
+    with pytest.raises(ValueError, match="one report of every slot that is held"):
+        plan(reports("3"), mesh(2), {}, AT_10, PlanConfig())
+    with pytest.raises(ValueError, match="one report of every slot that is held"):
+        plan(reports("15 15 15"), mesh(1, 3).held_by({0: 0, 2: 2}), {}, AT_10, PlanConfig())
     with pytest.raises(ValueError, match="use one of auto, replica, replay, checkpoint"):
         PlanConfig(strategy="hope")
 
 
-def lacking(name: str, first: int, last: int) -> StreamSummary:
-    """Steps 10 to 14, and these were declared unlogged."""
-    return replace(stream(name, 10, 14), unlogged=Steps(first, last))
+@pytest.mark.parametrize(("records", "restores"), [(2, False), (3, True)])
+def test_a_stream_of_nothing_but_marks_wants_no_source(records: int, restores: bool) -> None:
+    marks = replace(stream("r0.C", 12, 14), records=records, unlogged=Steps(10, 14), marks=2)
+    log = full_log(mesh(2, 2), 10, 14) | {"r0.C": marks}
+    outcome, _ = plan(reports("15 - 15 15"), mesh(2, 2), log, AT_10, PlanConfig(strategy="replay"))
+    assert outcome is not None
+    assert outcome.restores == restores
+    assert outcome.collective_source == -1
 
 
-@pytest.mark.parametrize("name", ["s0.F", "s2.B", "s1.F", "s1.B", "s1.X"])
-def test_nothing_is_replayed_over_a_step_that_was_dropped(name: str) -> None:
-    logged = {**full_log(range(3), 10, 14), "s1.X": stream("s1.X", 10, 14)}
-    outcome = decided(
-        reports(15, None, 15), one_stage_each(3), {**logged, name: lacking(name, 12, 13)}, AT_10, AUTO
+def test_refusals_add_up_and_never_hold_for_the_checkpoint() -> None:
+    refused = Refusals().and_of([ROLL_FORWARD], "no").and_of([UNDO], "nor that")
+    assert (refused.strategies, refused.reason) == ((ROLL_FORWARD, UNDO), "nor that")
+    everything = Refusals().and_everything("the log is in quarantine")
+    assert everything.everything
+    assert CHECKPOINT not in everything.strategies
+
+
+def test_ranks_that_name_no_stage_are_planned_each_by_itself() -> None:
+    assignment = Assignment.from_reports(num_stages=0, stages={0: (), 1: ()})
+    outcome, _ = plan(reports("15 -"), assignment, {}, AT_10, PlanConfig())
+    assert outcome is not None
+    assert [(r.strategy, r.from_version) for r in outcome.ranks] == [(KEEP, 15), (REPLAY, 10)]
+
+
+def test_the_reason_does_not_grow_with_every_plan_of_a_recovery() -> None:
+    situation = situation_of("4x1 strategy=snapshot checkpoints=0,5: 11s8 - - 11s8")
+    first, reason = plan(*situation.arguments())
+    assert first is not None
+    refused = Refusals().and_everything(first.ranks[0].reason)
+    assert plan(*replace(situation, refused=refused).arguments())[1] == reason
+
+
+@pytest.mark.parametrize(
+    ("said", "strategies", "exact"),
+    [
+        ("15 15 15", [KEEP] * 3, False),
+        ("15 - 15", [KEEP, REPLAY, KEEP], False),  # it loads the checkpoint of that version
+        ("17 - 17", [CHECKPOINT] * 3, True),
+    ],
+)
+def test_nothing_is_read_of_a_log_that_is_given_up(
+    said: str, strategies: list[Strategy], exact: bool
+) -> None:
+    situation = situation_of(f"3x1 checkpoints=5,15 helpers=2: {said} | 0-14")
+    found, reason = without_log(partial(plan, *situation.arguments()[:-1]), Refusals())
+    assert found is not None, reason
+    assert found.reason == reason
+    assert [r.strategy for r in found.ranks] == strategies
+    assert (found.target_version, found.exact) == (15, exact)
+    assert (found.reads_log, found.gives_up_log) == (False, True)
+    ends = "the log does not lead to version 15, and begins anew"
+    assert found.reason.endswith(ends) is not exact
+
+
+# --- properties ---
+
+
+@settings(max_examples=200, deadline=None)
+@given(grouped_situations())
+def test_the_plan_is_the_one_that_there_is_for_recovery_groups(situation: Situation) -> None:
+    check_is_the_one(situation)
+
+
+@settings(max_examples=600, deadline=None)
+@given(snapshot_situations())
+def test_the_plan_is_the_one_that_there_is_for_snapshots(situation: Situation) -> None:
+    check_is_the_one(situation)
+
+
+@settings(max_examples=600, deadline=None)
+@given(situations())
+def test_the_plan_is_the_one_that_there_is(situation: Situation) -> None:
+    check_is_the_one(situation)
+
+
+def check_is_the_one(situation: Situation) -> None:
+    outcome, reason = plan(*situation.arguments())
+    wanted = expected(situation)
+    event(f"{wanted.kind}{'' if wanted.exact else ', inexact'}")
+    assert reason
+    if outcome is None:
+        assert wanted.kind == "none"
+        return
+    check_can_be_followed(situation, outcome)
+    strategies = {r.strategy for r in outcome.ranks}
+    replays = REPLAY in strategies or any(r.from_version < outcome.target_version for r in outcome.ranks)
+    back = "snapshot" if Strategy.SNAPSHOT in strategies else "checkpoint"
+    kind = back if outcome.restores else "replay" if replays else "direct"
+    assert (kind, outcome.target_version, outcome.exact) == (wanted.kind, wanted.target, wanted.exact)
+    event(", ".join(sorted(strategies)))
+    if not outcome.restores:
+        check_ways(situation, outcome)
+
+
+@settings(max_examples=200, deadline=None)
+@given(situations())
+def test_the_order_of_what_is_said_does_not_matter(situation: Situation) -> None:
+    said, assignment, log, *rest = situation.arguments()
+    turned = Assignment.from_reports(
+        num_stages=assignment.num_stages,
+        stages=dict(reversed(list(assignment.stages.items()))),
+        shards={n: slot.shard for n, slot in reversed(list(enumerate(assignment.slots)))},
     )
-    assert outcome.restores
-    assert outcome.target_version == 10
-    assert outcome.reason == (
-        "every rank restores the checkpoint of version 10: rank 1 cannot replay stage 1: records of "
-        f"{name} in steps 12 to 13 are declared unlogged: dropped, as the log could not keep up, or lost with a "
-        "process that a replica has replaced"
-    )
-
-
-@pytest.mark.parametrize("steps", [(3, 9), (9, 9), (15, 15), (15, 20)])
-def test_a_dropped_step_that_a_replay_does_not_need_is_no_matter(steps: tuple[int, int]) -> None:
-    """Before the checkpoint; or the one that was under way."""
-    logged = {**full_log(range(3), 10, 14), "s0.F": lacking("s0.F", *steps)}
-    outcome = decided(reports(15, None, 15), one_stage_each(3), logged, AT_10, AUTO)
-    assert strategies(outcome) == [(Strategy.KEEP, 15), (Strategy.REPLAY, 10), (Strategy.KEEP, 15)]
-
-
-@pytest.mark.parametrize("steps", [(3, 10), (10, 10), (14, 14), (14, 20)])
-def test_the_first_and_the_last_step_of_a_replay_are_needed(steps: tuple[int, int]) -> None:
-    logged = {**full_log(range(3), 10, 14), "s0.F": lacking("s0.F", *steps)}
-    assert decided(reports(15, None, 15), one_stage_each(3), logged, AT_10, AUTO).restores
-
-
-def test_collective_results_come_from_a_rank_that_has_dropped_none() -> None:
-    logged = {**full_log(range(3), 10, 14), "r0.C": lacking("r0.C", 14, 14), "r2.C": stream("r2.C", 10, 14)}
-    outcome = decided(reports(15, None, 15), one_stage_each(3), logged, AT_10, AUTO)
-    assert outcome.collective_source == 2
-    outcome = decided(
-        reports(15, None, 15), one_stage_each(3), {**logged, "r2.C": lacking("r2.C", 14, 14)}, AT_10, AUTO
-    )
-    assert outcome.restores
-    assert "records of r0.C in step 14 are declared unlogged" in outcome.reason
+    again = plan(list(reversed(said)), turned, dict(reversed(log.items())), *rest)
+    assert again == plan(said, assignment, log, *rest)

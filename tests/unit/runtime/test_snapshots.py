@@ -14,7 +14,7 @@ from swift_ft.state import transfer
 from swift_ft.state.tensors import same_bits
 from swift_ft.state.tree import split
 from swift_ft.train.config import SessionConfig
-from swift_ft.train.snapshots import Snapshots
+from swift_ft.train.snapshots import Snapshots, in_order, partners
 from tests.local_backend import LocalWire, Network
 from tests.unit.runtime.wired import site_of
 
@@ -213,3 +213,41 @@ def test_settings() -> None:
 def _memory(snapshots: Snapshots, rank: int, version: int) -> int:
     tensors, _ = split(snapshots.of(rank, version).state)
     return next(iter(tensors.values())).data_ptr()
+
+
+# --- who keeps whose copy ---
+
+
+class TestPartners:
+    def hosts(self, *names: str) -> dict[int, str]:
+        return dict(enumerate(names))
+
+    def apart(self, ranks: int) -> dict[int, int]:
+        return {rank: -1 - rank for rank in range(ranks)}
+
+    def test_without_hosts_a_ring(self) -> None:
+        assert partners(range(3), self.hosts("", "", ""), self.apart(3)) == {0: 1, 1: 2, 2: 0}
+
+    def test_on_another_host(self) -> None:
+        assert partners(range(4), self.hosts("a", "a", "b", "b"), self.apart(4)) == {0: 2, 1: 3, 2: 0, 3: 1}
+        chosen = partners(range(4), self.hosts("a", "a", "a", "b"), self.apart(4))
+        assert chosen == {0: 3, 1: 3, 2: 3, 3: 0}, "whatever they keep for others"
+
+    def test_in_another_recovery_group(self) -> None:
+        assert partners(range(4), self.hosts("", "", "", ""), {0: 0, 1: 0, 2: 2, 3: 2}) == {
+            0: 2,
+            1: 3,
+            2: 0,
+            3: 1,
+        }
+
+    def test_nobody_keeps_for_one_that_is_alone(self) -> None:
+        assert partners([0], {0: ""}, {0: -1}) == {}
+
+    @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8])
+    def test_transfers_come_in_rounds_in_which_no_rank_is_twice(self, ranks: int) -> None:
+        chosen = partners(range(ranks), dict.fromkeys(range(ranks), "a"), self.apart(ranks))
+        ordered = in_order(chosen)
+        assert sorted(ordered) == sorted(chosen.items())
+        first = {rank for transfer in ordered[: ranks // 2] for rank in transfer}
+        assert len(first) == 2 * (ranks // 2)

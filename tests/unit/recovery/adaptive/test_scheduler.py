@@ -19,20 +19,6 @@ from tests.unit.recovery.adaptive.works import (
 )
 
 
-def out_of_order(work: Work, step: Step) -> list[tuple[int, int, int]]:
-    """Returns (worker, stage, origin) whose gradients are not added in the order of microbatches, which may reach the
-    worker by several paths. Such a sum has other bits, unless the run stores early gradients separately."""
-    found = []
-    for worker, order in step.orders().items():
-        newest: dict[tuple[int, int], int] = {}
-        for kind, stage, origin, microbatch in order:
-            if kind == work.adds():
-                if newest.get((stage, origin), -1) > microbatch:
-                    found.append((worker, stage, origin))
-                newest[stage, origin] = microbatch
-    return sorted(set(found))
-
-
 def run(work: Work, step: Step, seed: int) -> int:
     """Walks the orders with blocking receives and asynchronous sends. Each part and each message takes any time.
     Returns how many actions were done when nobody could go on."""
@@ -170,16 +156,6 @@ def test_without_losses_replicas_are_alike(work: Work) -> None:
             if worker // work.origins == group
         ]
         assert all(row == rows[0] for row in rows)
-
-
-def test_gradients_that_come_in_another_order_are_named() -> None:
-    work = one_each(2, 2, 2, split=True, factor=2)
-    step = plan_step(work)
-    assert out_of_order(work, step) == []
-    slots = {worker: list(row) for worker, row in step.slots.items()}
-    first, second = (n for n, slot in enumerate(slots[1]) if slot.action.kind == "W")
-    slots[1][first], slots[1][second] = slots[1][second], slots[1][first]
-    assert out_of_order(work, Step(slots=slots)) == [(1, 0, 1)]
 
 
 @settings(max_examples=60, deadline=None)

@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 from swift_ft.planner import Assignment
 from swift_ft.planner.schedule import Costs, Step, Work, needs, owners_of
 
-UNIT = Costs()
-"""Each part takes 1, a transfer nothing."""
 Lost = Sequence[tuple[int, int]]
 
 
@@ -55,9 +53,8 @@ def one_each(
     lost: Lost = (),
     split: bool = False,
     factor: float = 1.0,
-    costs: Costs = UNIT,
 ) -> Work:
-    """A stage on each worker, with `factor` times the activations of 1F1B."""
+    """A stage on each worker, with `factor` times the activations of 1F1B. Each part takes 1, a transfer nothing."""
     owners = shared([[s] for s in range(stages)], origins, microbatches, lost)
     cap = {s * origins + d: max(1, int((stages - s) * factor)) for s in range(stages) for d in range(origins)}
     return Work(
@@ -66,7 +63,7 @@ def one_each(
         microbatches=microbatches,
         owners=owners,
         split=split,
-        costs=costs,
+        costs=Costs(),
         cap=cap,
     )
 
