@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from swift_ft.state.checkpoint_place import Place
 from swift_ft.state.checkpoint_store import CheckpointStore, Unsaved
 
@@ -43,3 +45,18 @@ def saved(
 def load(where: str | Path | Place, version: int, rank: int = 0) -> Any:
     """By another process."""
     return store_of(where, rank).load(version)
+
+
+def _bits(value: Any) -> bytes:
+    return bytes(value.resolve_conj().contiguous().reshape(-1).view(torch.uint8).tolist())
+
+
+def same(a: Any, b: Any) -> bool:
+    """In every bit and type, and in the order of keys."""
+    if isinstance(a, torch.Tensor):
+        return (a.dtype, a.shape, _bits(a)) == (b.dtype, b.shape, _bits(b))
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return (type(a), repr(a)) == (type(b), repr(b))

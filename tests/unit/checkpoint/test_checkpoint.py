@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.state.checkpoint_file import empty_tensors
 from swift_ft.state.tree import join, split
-from tests.unit.checkpoint.holding import keep, load, saved, store_of
+from tests.unit.checkpoint.holding import keep, load, same, saved, store_of
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 values = st.recursive(
@@ -24,16 +24,6 @@ values = st.recursive(
     ),
     max_leaves=12,
 )
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and torch.equal(a, b)
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
-    return type(a) is type(b) and a == b
 
 
 @given(values)

@@ -127,9 +127,7 @@ def test_no_value_of_a_stranger_runs_anything(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/b", "", "..", "linked"])
-def test_files_outside_of_the_directory_are_not_read(
-    name: str, written: tuple[Path, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_files_outside_of_the_directory_are_not_read(name: str, written: tuple[Path, dict[str, Any]]) -> None:
     directory, state = written
     (directory / "linked").symlink_to("/etc/passwd")
     index = FileSystemReader(directory).read_metadata()
@@ -319,17 +317,19 @@ def saved_in_parts(directory: Path) -> torch.Tensor:
     last = index.state_dict_metadata.pop("last")
     assert isinstance(last, TensorStorageMetadata)
     described.size = torch.Size([4, 2])
-    described.chunks.append(ChunkStorageMetadata(torch.Size([3, 0]), torch.Size([1, 2])))
+    described.chunks.append(chunk([3, 0], [1, 2]))
     (place,) = [place for key, place in index.storage_data.items() if key.fqn == "last"]
     index.storage_data[MetadataIndex("w", torch.Size([3, 0]))] = place
     (directory / METADATA).write_bytes(pickle.dumps(index))
     return whole
 
 
-def chunks(change: Callable[[list[ChunkStorageMetadata]], object]) -> Change:
+def chunks(*described: Any) -> Change:
+    """In place of those that are there."""
+
     def changed(index: Metadata) -> None:
-        described: Any = index.state_dict_metadata["w"]
-        change(described.chunks)
+        of_w: Any = index.state_dict_metadata["w"]
+        of_w.chunks[:] = described
 
     return changed
 
@@ -342,36 +342,20 @@ def no_tensor(index: Metadata) -> None:
     index.state_dict_metadata["w"] = BytesStorageMetadata()
 
 
+FIRST, LAST = chunk([0, 0], [3, 2]), chunk([3, 0], [1, 2])
+CORNER = (chunk([0, 0], [3, 1]), chunk([2, 0], [2, 2]), chunk([3, 1], [1, 1]))
+NO_TENSOR = "do not make a tensor"
 NOT_WHOLE: dict[str, tuple[Change, str]] = {
-    "no chunk": (chunks(lambda there: there.clear()), "do not make a tensor"),
-    "the first chunk alone": (chunks(lambda there: there.pop()), "do not make a tensor"),
-    "the last chunk alone": (chunks(lambda there: there.pop(0)), "do not make a tensor"),
-    "a gap and an overlap": (
-        chunks(lambda there: there.__setitem__(1, chunk([2, 0], [1, 2]))),
-        "do not make a tensor",
-    ),
-    "one chunk twice": (
-        chunks(lambda there: there.__setitem__(slice(None), [chunk([0, 0], [2, 2])] * 2)),
-        "do not make a tensor",
-    ),
-    "chunks that overlap in a corner": (
-        chunks(
-            lambda there: there.__setitem__(
-                slice(None), [chunk([0, 0], [3, 1]), chunk([2, 0], [2, 2]), chunk([3, 1], [1, 1])]
-            )
-        ),
-        "do not make a tensor",
-    ),
-    "a chunk outside": (
-        chunks(lambda there: there.__setitem__(1, chunk([4, 0], [1, 2]))),
-        "do not make a tensor",
-    ),
-    "a chunk of less than nothing": (
-        chunks(lambda there: there.append(chunk([1, 0], [-1, 2]))),
-        "do not make a tensor",
-    ),
-    "a chunk of other dimensions": (chunks(lambda there: there.__setitem__(1, chunk([3], [1]))), ""),
-    "chunks that are none": (chunks(lambda there: there.__setitem__(1, "chunk")), ""),  # type: ignore[call-overload]
+    "no chunk": (chunks(), NO_TENSOR),
+    "the first chunk alone": (chunks(FIRST), NO_TENSOR),
+    "the last chunk alone": (chunks(LAST), NO_TENSOR),
+    "a gap and an overlap": (chunks(FIRST, chunk([2, 0], [1, 2])), NO_TENSOR),
+    "one chunk twice": (chunks(chunk([0, 0], [2, 2]), chunk([0, 0], [2, 2])), NO_TENSOR),
+    "chunks that overlap in a corner": (chunks(*CORNER), NO_TENSOR),
+    "a chunk outside": (chunks(FIRST, chunk([4, 0], [1, 2])), NO_TENSOR),
+    "a chunk of less than nothing": (chunks(FIRST, LAST, chunk([1, 0], [-1, 2])), NO_TENSOR),
+    "a chunk of other dimensions": (chunks(FIRST, chunk([3], [1])), ""),
+    "chunks that are none": (chunks(FIRST, "chunk"), ""),
     "a chunk in no file": (lambda index: index.storage_data.popitem() and None, ""),
     "no tensor": (no_tensor, "w is no tensor there"),
 }

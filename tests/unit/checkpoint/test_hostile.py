@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.state.checkpoint_file import DATA, DTYPES, INDEX, digest
 from swift_ft.state.checkpoint_store import CheckpointStore, Unsaved
-from tests.unit.checkpoint.holding import Holding, keep, load, saved, store_of, unexpected
+from tests.unit.checkpoint.holding import Holding, keep, load, same, saved, store_of, unexpected
 
 # torch's own words on complex32.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -59,18 +59,10 @@ def shard_of(directory: Path, state: Any, generation: int = 1) -> Path:
     return shard
 
 
-def bits(value: Any) -> bytes:
-    return bytes(value.resolve_conj().contiguous().reshape(-1).view(torch.uint8).tolist())
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return (a.dtype, a.shape, bits(a)) == (b.dtype, b.shape, bits(b))
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
-    return (type(a), repr(a)) == (type(b), repr(b))
+def refused(directory: Path, why: str = "corrupt") -> None:
+    with pytest.raises(ServiceError, match=why) as error:
+        load(directory, 1)
+    assert "\n" not in str(error.value)
 
 
 def test_all_kinds_of_tensors_come_back(tmp_path: Path) -> None:
@@ -134,8 +126,7 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
     assert same(load(tmp_path, 1), states())
     for name in (INDEX, DATA):
         (shard / name).write_bytes(pickle.dumps(Opens(trap)))
-        with pytest.raises(ServiceError, match="corrupt"):
-            load(tmp_path, 1)
+        refused(tmp_path)
     assert not Path(trap).exists()
 
 
@@ -149,15 +140,12 @@ def test_any_bit_and_any_length(tmp_path: Path) -> None:
             content = bytearray(whole)
             content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
             (shard / name).write_bytes(content)
-            with pytest.raises(ServiceError, match="corrupt"):
-                load(tmp_path, 1)
+            refused(tmp_path)
         for length in (0, 1, 7, 8, chance.randrange(len(whole)), len(whole) - 1):
             (shard / name).write_bytes(whole[:length])
-            with pytest.raises(ServiceError, match="corrupt"):
-                load(tmp_path, 1)
+            refused(tmp_path)
         (shard / name).write_bytes(whole + b"\n")
-        with pytest.raises(ServiceError, match="corrupt"):
-            load(tmp_path, 1)
+        refused(tmp_path)
         (shard / name).write_bytes(whole)
     assert same(load(tmp_path, 1), states())
 
@@ -261,9 +249,7 @@ def test_a_forged_index_is_refused_before_anything_is_allocated(
     forge(shard, lambda body: None)
     load(tmp_path, 1)
     forge(shard, change)
-    with pytest.raises(ServiceError, match="corrupt") as error:
-        load(tmp_path, 1)
-    assert "\n" not in str(error.value)
+    refused(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -282,8 +268,7 @@ def test_a_forged_index_is_refused_before_anything_is_allocated(
 )
 def test_json_that_nobody_wrote_for_this(tmp_path: Path, body: bytes) -> None:
     write_index(shard_of(tmp_path, {"a": torch.arange(4)}), body)
-    with pytest.raises(ServiceError, match="corrupt"):
-        load(tmp_path, 1)
+    refused(tmp_path)
 
 
 def test_files_that_only_look_large(tmp_path: Path) -> None:
@@ -291,8 +276,7 @@ def test_files_that_only_look_large(tmp_path: Path) -> None:
     shard = shard_of(tmp_path, {"a": torch.arange(4)})
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     os.truncate(shard / DATA, 1 << 40)
-    with pytest.raises(ServiceError, match="corrupt"):
-        load(tmp_path, 1)
+    refused(tmp_path)
 
     def claims(body: dict[str, Any]) -> None:
         grown = (1 << 40) - body["data"]["head_bytes"]
@@ -301,11 +285,9 @@ def test_files_that_only_look_large(tmp_path: Path) -> None:
         tensor(body)["shape"] = [grown // 8]
 
     forge(shard, claims)
-    with pytest.raises(ServiceError, match="more than this machine has memory"):
-        load(tmp_path, 1)
+    refused(tmp_path, "more than this machine has memory")
     os.truncate(shard / INDEX, 1 << 40)
-    with pytest.raises(ServiceError, match="corrupt"):
-        load(tmp_path, 1)
+    refused(tmp_path)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
 
 
@@ -315,8 +297,7 @@ def test_folders_are_not_followed_elsewhere(tmp_path: Path, level: str) -> None:
     path, aside = (shard if level == "shard" else tmp_path / level), tmp_path / "aside"
     path.rename(aside)
     path.symlink_to(aside, target_is_directory=True)
-    with pytest.raises(ServiceError, match=r"a link|corrupt|not whole|nothing in it"):
-        load(tmp_path, 1)
+    refused(tmp_path, r"a link|corrupt|not whole|nothing in it")
 
 
 @pytest.mark.parametrize("level", ["v00000001", "v00000001/rank0"])
@@ -400,5 +381,4 @@ def test_a_zombie_removes_nothing_of_its_heir(tmp_path: Path) -> None:
 def test_a_state_that_no_join_can_put_together(tmp_path: Path, told: Any) -> None:
     shard = shard_of(tmp_path, {"a": None})
     forge(shard, put(top, state=told))
-    with pytest.raises(ServiceError, match="corrupt"):
-        load(tmp_path, 1)
+    refused(tmp_path)

@@ -18,6 +18,7 @@ from swift_ft.state.checkpoint_place import DirectoryPlace, ObjectPlace, Place
 from swift_ft.state.checkpoint_store import CheckpointStore
 from swift_ft.state.digests import digest_of
 from tests.unit.checkpoint.holding import Holding, keep, load, saved, store_of
+from tests.unit.log.service import eventually
 
 Make = Callable[[], Place]
 
@@ -77,16 +78,8 @@ def test_the_newest_generation_counts_and_others_go(make: Make) -> None:
     assert [shard.generation for shard in make().shards(3, 0)] == [3]
     zombie.prune({9})
     zombie.close()
-    until(lambda: not [thread for thread in threading.enumerate() if thread.name == "swift-prune"])
+    eventually(lambda: not [thread for thread in threading.enumerate() if thread.name == "swift-prune"])
     assert make().versions() == [3], "it is a replacement's"
-
-
-def until(done: Callable[[], bool]) -> None:
-    for _ in range(1000):
-        if done():
-            return
-        threading.Event().wait(0.01)
-    raise AssertionError("that takes too long")
 
 
 def test_what_a_killed_process_has_begun_is_never_loaded_and_goes(make: Make) -> None:
@@ -105,7 +98,7 @@ def test_what_a_killed_process_has_begun_is_never_loaded_and_goes(make: Make) ->
     assert digest_of(load(make(), 3)) == digest_of(state(1))
     saved(make(), 7, state(1), generation=2)
     store.prune({7})
-    until(lambda: make().versions() == [7])
+    eventually(lambda: make().versions() == [7])
 
 
 def test_an_index_is_never_put_over_another(make: Make) -> None:
