@@ -69,8 +69,8 @@ def make(name: str, implementation: str, parameters: list[Any]) -> torch.optim.O
     return cls(parameters, **hyper, **flags[implementation])
 
 
-def parameters(dtype: torch.dtype, seed: int = 0, device: str = "cpu") -> list[torch.nn.Parameter]:
-    generator = torch.Generator().manual_seed(seed)
+def parameters(dtype: torch.dtype, device: str = "cpu") -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
     return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(device, dtype)) for shape in SHAPES]
 
 

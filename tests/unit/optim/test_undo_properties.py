@@ -28,32 +28,21 @@ def flavours(cls: type[torch.optim.Optimizer]) -> st.SearchStrategy[dict[str, An
     return st.sampled_from(made if cls not in models.OURS else [{}])
 
 
-def hypers(cls: type[torch.optim.Optimizer]) -> st.SearchStrategy[dict[str, Any]]:
-    common = {"lr": RATES, "weight_decay": DECAYS, "maximize": BOOLS}
-    moments = {**common, "betas": BETAS, "eps": EPS}
-    own: dict[type[torch.optim.Optimizer], dict[str, st.SearchStrategy[Any]]] = {
-        torch.optim.SGD: {**common, "momentum": st.sampled_from([0.0, 0.5, 0.9, 0.99])},
-        torch.optim.Adam: {**moments, "decoupled_weight_decay": BOOLS},
-        torch.optim.AdamW: moments,
-        Lamb: moments,
-        Lion: {**common, "betas": BETAS},
-    }
-    return st.fixed_dictionaries(own[cls])
-
-
-CLASSES = [
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    Lamb,
-    Lion,
-]
+_COMMON = {"lr": RATES, "weight_decay": DECAYS, "maximize": BOOLS}
+_MOMENTS = {**_COMMON, "betas": BETAS, "eps": EPS}
+HYPERS: dict[type[torch.optim.Optimizer], dict[str, st.SearchStrategy[Any]]] = {
+    torch.optim.SGD: {**_COMMON, "momentum": st.sampled_from([0.0, 0.5, 0.9, 0.99])},
+    torch.optim.Adam: {**_MOMENTS, "decoupled_weight_decay": BOOLS},
+    torch.optim.AdamW: _MOMENTS,
+    Lamb: _MOMENTS,
+    Lion: {**_COMMON, "betas": BETAS},
+}
 
 
 @st.composite
 def optimizers(draw: st.DrawFn) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    cls = draw(st.sampled_from(CLASSES))
-    hyper = {**draw(hypers(cls)), **draw(flavours(cls))}
+    cls = draw(st.sampled_from(list(HYPERS)))
+    hyper = {**draw(st.fixed_dictionaries(HYPERS[cls])), **draw(flavours(cls))}
     if cls is torch.optim.SGD and hyper["momentum"]:
         hyper["nesterov"] = draw(BOOLS)
         hyper["dampening"] = 0.0 if hyper["nesterov"] else draw(st.sampled_from([0.0, 0.3]))

@@ -8,7 +8,6 @@ take the same way, the first one goes first everywhere; others are as good, by a
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import highspy
@@ -16,32 +15,17 @@ import highspy
 from swift_ft.planner.schedule import Action, Step, Timed, Work, needs
 
 _FORWARD = "F"
+_LIMIT_S = 100.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Exact:
-    """What is known of the shortest step."""
-
-    step: Step
-    """The shortest that was found."""
-    least: float
-    """No step is shorter."""
-
-    @property
-    def proven(self) -> bool:
-        return self.step.length <= self.least
-
-
-def exact_step(work: Work, listed: Step, *, limit_s: float) -> Exact:
-    """Searches at most `limit_s` for a step shorter than `listed`. Times are whole numbers, 1 or more."""
+def exact_step(work: Work, listed: Step) -> Step:
+    """The shortest step: `listed`, if no other one is shorter. Times are whole numbers, 1 or more."""
     costs = work.costs
     times = [costs.transfer, *(costs.of(action.kind, action.stage) for _, action in work.actions())]
     assert all(time == int(time) for time in times)
     assert min(times[1:]) >= 1
     least = math.ceil(work.bound() - 1e-9)
-    if listed.length <= least:
-        return Exact(step=listed, least=least)
-    return _Program(work, int(listed.length)).solve(listed, least, limit_s)
+    return listed if listed.length <= least else _Program(work, int(listed.length)).solve(listed, least)
 
 
 class _Program:
@@ -109,21 +93,21 @@ class _Program:
             if time >= self._takes[action]
         ]
 
-    def solve(self, listed: Step, least: int, limit_s: float) -> Exact:
-        """The step that was there, or a shorter one."""
+    def solve(self, listed: Step, least: int) -> Step:
+        """The step that was there, or a shorter one. No step is shorter than `least`."""
         for over in self._over[:least]:
             self._solver.addConstr(over == 0)
-        self._solver.setOptionValue("time_limit", limit_s)
+        self._solver.setOptionValue("time_limit", _LIMIT_S)
         self._solver.maximize(sum(self._over))  # the more units in which all is over, the shorter
         found = self._solver.getInfo()
-        # No unit within the horizon: as long as the one that was there.
-        proven = least
         if math.isfinite(found.mip_dual_bound):
-            proven = max(least, self._horizon - math.floor(found.mip_dual_bound + 1e-6))
-        if not 0.5 < found.objective_function_value <= self._horizon:
-            return Exact(step=listed, least=proven)
-        slots: dict[int, list[Timed]] = {worker: [] for worker in self._work.stages_of()}
-        for action, begun in self._begun.items():
-            begin = float(sum(self._solver.val(each) < 0.5 for each in begun))
-            slots[self._owner[action]].append(Timed(begin, begin + self._takes[action], action))
-        return Exact(step=Step(slots={worker: sorted(row) for worker, row in slots.items()}), least=proven)
+            least = max(least, self._horizon - math.floor(found.mip_dual_bound + 1e-6))
+        step = listed  # if there is no unit within the horizon
+        if 0.5 < found.objective_function_value <= self._horizon:
+            slots: dict[int, list[Timed]] = {worker: [] for worker in self._work.stages_of()}
+            for action, begun in self._begun.items():
+                begin = float(sum(self._solver.val(each) < 0.5 for each in begun))
+                slots[self._owner[action]].append(Timed(begin, begin + self._takes[action], action))
+            step = Step(slots={worker: sorted(row) for worker, row in slots.items()})
+        assert step.length <= least, f"not proven within {_LIMIT_S} s"
+        return step

@@ -71,31 +71,3 @@ def test_whole_pipelines_are_left_out_where_that_is_shorter() -> None:
     planned = rerouted.planned(of, rerouted.WAYS[0], (0, 1, 0, 0))
     assert planned.lost == [(0, 0), (1, 0), (2, 0), (3, 0)]
     assert planned.step.length == 42 < plan_step(of.work(rerouted.WAYS[0], [(1, 0)])).length
-
-
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["--adaptive"], "required: --stages, --replicas, --microbatches"),
-        ([*SIZE, "--failures", "7"], "--failures 7: give 0 to 6"),
-        ([*SIZE[:-1], "60000", "--stages", "100"], "plan with fewer microbatches"),
-        ([*SIZE, "--replicas", "1"], "--replicas 1: give 2 to"),
-        ([*SIZE, "--times", "1,2"], "--times 1,2: write F,I,W or F,I,W,TRANSFER"),
-        ([*SIZE, "--times", "1,2,nan"], "--times 1,2,nan: write"),
-        ([*SIZE, "--times", "1,a,1"], "--times 1,a,1: write"),
-        ([*SIZE, "--cap-factor", "0"], "--cap-factor 0: give 0.01 to 1000"),
-        ([*SIZE, "--svg", "plan.svg"], "unrecognized arguments: --svg"),
-        ([*SIZE, "profile.json"], "unrecognized arguments: profile.json"),
-        (
-            [*SIZE, "--json", "/no/such/place.json"],
-            "--json /no/such/place.json: give a file",
-        ),
-        (["profile.json", "--stages", "3"], "unrecognized arguments: --stages"),
-    ],
-)
-def test_what_is_wrong_is_one_line(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(argv) == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert len(shown.err.splitlines()) == 1
-    assert words in shown.err

@@ -14,6 +14,9 @@ from swift_ft.lab.plan.profile import Cap
 from swift_ft.planner import RecoveryGroups
 from tests.unit.plan.profiles import profile
 
+ADAPTIVE = ["--adaptive", "--stages", "3", "--replicas", "3", "--microbatches", "4"]
+GOODPUT = ["--goodput"]
+
 
 def written(path: Path, **changes: Any) -> Path:
     path.write_text(json.dumps(profile(machines=8, **changes).document()))
@@ -111,6 +114,39 @@ def test_one_group_of_all_keeps_to_any_storage_cap(tmp_path: Path) -> None:
             "plan.json: give a file in a directory that exists",
         ),
         (["{}/profile.json", "--json", "{}"], "give a file in a directory that exists"),
+        (["--adaptive"], "required: --stages, --replicas, --microbatches"),
+        ([*ADAPTIVE, "--failures", "7"], "--failures 7: give 0 to 6"),
+        ([*ADAPTIVE[:-1], "60000", "--stages", "100"], "plan with fewer microbatches"),
+        ([*ADAPTIVE, "--replicas", "1"], "--replicas 1: give 2 to"),
+        ([*ADAPTIVE, "--times", "1,2"], "--times 1,2: write F,I,W or F,I,W,TRANSFER"),
+        ([*ADAPTIVE, "--times", "1,2,nan"], "--times 1,2,nan: write"),
+        ([*ADAPTIVE, "--times", "1,a,1"], "--times 1,a,1: write"),
+        ([*ADAPTIVE, "--cap-factor", "0"], "--cap-factor 0: give 0.01 to 1000"),
+        ([*ADAPTIVE, "--svg", "plan.svg"], "unrecognized arguments: --svg"),
+        ([*ADAPTIVE, "profile.json"], "unrecognized arguments: profile.json"),
+        ([*ADAPTIVE, "--json", "/no/such/place.json"], "--json /no/such/place.json: give a file"),
+        (["profile.json", "--stages", "3"], "unrecognized arguments: --stages"),
+        ([*GOODPUT, "--ranks", "100"], "--ranks 100: give a multiple of the 8 ranks of a node"),
+        ([*GOODPUT, "--ranks", "2000000"], "--ranks 2000000: give 2 to 1000000"),
+        ([*GOODPUT, "--replicas", "3"], "--replicas 3: give a number that divides 16384 ranks"),
+        ([*GOODPUT, "--replicas", "2048", "--stages", "16"], "--stages 16: a replica has 8 ranks"),
+        ([*GOODPUT, "--machine-mtbf", "soon"], "--machine-mtbf: soon: write a time, such as"),
+        ([*GOODPUT, "--machine-mtbf", "0"], "--machine-mtbf 0: give 1 s to"),
+        ([*GOODPUT, "--set", "load_s"], "--set load_s: write NAME=VALUE"),
+        ([*GOODPUT, "--set", "speed=4"], "--set speed=4: there is no figure speed"),
+        ([*GOODPUT, "--set", "step_s=0"], "--set step_s=0: step_s is 0; give more than 0"),
+        ([*GOODPUT, "--set", "helpers=3h"], "--set helpers=3h: write NAME=VALUE"),
+        ([*GOODPUT, "--checkpoint-every", "0s"], "--snapshot-every: give a time above 0"),
+        (
+            [*GOODPUT, "--machine-mtbf", "5d"],
+            "a node is in repair for 132.8 h and fails every 120 h: give a longer",
+        ),
+        ([*GOODPUT, "--times", "1,1,1"], "unrecognized arguments: --times"),
+        (
+            [*GOODPUT, "--json", "/no/such/place.json"],
+            "--json /no/such/place.json: give a file in a directory that exists",
+        ),
+        (["profile.json", "--ranks", "8"], "unrecognized arguments: --ranks 8"),
     ],
 )
 def test_what_is_wrong_is_one_line(

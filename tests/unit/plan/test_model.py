@@ -38,52 +38,6 @@ def test_by_hand() -> None:
     assert found.down_s == pytest.approx(11.5)
 
 
-def test_one_group_of_all_is_the_checkpoint_restored_by_everybody() -> None:
-    model = CostModel(profile())
-    found = model.predict(())
-    assert found.recovery_s == 1.0 + 5 * 21.0 + 10.5
-    assert (found.replay_ratio, found.bytes_per_step, found.overhead_s, found.logged) == (1.0, 0, 0.0, ())
-
-
-def test_a_slow_log_is_what_a_replay_waits_for() -> None:
-    """A group reads activations on its left and gradients on its right, not what it sends itself."""
-    model = CostModel(
-        profile(forward_bytes=(100, 200, 300), backward_bytes=(10, 20, 30), log_read_bytes_per_s=5.0)
-    )
-    assert model.replay_step_s[1, 2] == (100 + 20) / 5
-    assert model.replay_step_s[0, 1] == 12.0  # 10 bytes are there in 2 s
-    assert model.replay_step_s[3, 4] == 300 / 5
-
-
-def test_what_is_logged_may_slow_a_step_down() -> None:
-    sizes = {"forward_bytes": (600, 100, 100), "backward_bytes": (100, 300, 100)}
-    # A step takes 21 s. Machine 0 sends most, activations; with boundary 1 alone machine 2 does, gradients.
-    slow, fast = (CostModel(profile(log_write_bytes_per_s=rate, **sizes)) for rate in (10.0, 40.0))
-    assert slow.overhead_s((1, 2)) == 600 / 10 - 21
-    assert slow.overhead_s((2,)) == 300 / 10 - 21
-    assert fast.overhead_s((1, 2)) == 0.0
-    # Machine 1 sends over both of its boundaries.
-    assert CostModel(profile(log_write_bytes_per_s=5.0)).overhead_s((1, 2)) == 200 / 5 - 21
-    assert CostModel(profile(log_write_bytes_per_s=5.0)).overhead_s((1,)) == 0.0
-    assert CostModel(profile(log_copy_bytes_per_s=50.0)).overhead_s((1, 2, 3)) == 4.0
-
-
-def test_copies_share_the_microbatches_and_combine_gradients() -> None:
-    """M = 4 and d = 3: two microbatches each; 2 (d - 1) / d gradients cross the network; states are broadcast."""
-    shared = profile(copies_max=3, gradient_bytes=(600,) * 4, network_bytes_per_s=1000.0)
-    model = CostModel(shared)
-    assert model.copies[0, 1] == 2  # three copies save nothing over two: ceil(4 / 3) = ceil(4 / 2)
-    assert model.replay_step_s[0, 1] == 3.0 + 3.0 + 0.6
-    assert model.recovery_s[0, 1] == pytest.approx(1.0 + 1.0 + 5 * 6.6 + 10.5)
-    assert model.copies[0, 2] == 1  # what passes inside a group of two stages is in no log
-
-
-def test_a_machine_that_fails_more_often_counts_more() -> None:
-    model = CostModel(profile(machine_mtbf_s=(1e6, 1e5, 1e6, 1e6)))
-    assert model.probability[1, 2] == pytest.approx(10 / 13)
-    assert model.mtbf_s == pytest.approx(1e6 / 13)
-
-
 def test_a_measured_step_replaces_the_formula_of_the_schedule() -> None:
     model = CostModel(profile(step_s=40.0))
     assert model.step_s == 40.0
@@ -95,6 +49,7 @@ def test_a_measured_step_replaces_the_formula_of_the_schedule() -> None:
 def test_every_group_costs_what_the_formulas_say(drawn: Profile) -> None:
     model = CostModel(drawn)
     assert model.step_s == pytest.approx(step_s(drawn))
+    assert model.mtbf_s == pytest.approx(1 / sum(1 / mtbf for mtbf in drawn.machine_mtbf_s))
     for first, end in itertools.combinations(range(drawn.machines + 1), 2):
         expected, copies = group_s(drawn, first, end)
         assert model.recovery_s[first, end] == pytest.approx(expected)

@@ -72,41 +72,6 @@ def test_a_preset_is_a_published_cluster(tmp_path: Path) -> None:
     assert preset.source in document["faults"]["source"]
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["--ranks", "100"], "--ranks 100: give a multiple of the 8 ranks of a node"),
-        (["--ranks", "2000000"], "--ranks 2000000: give 2 to 1000000"),
-        (["--replicas", "3"], "--replicas 3: give a number that divides 16384 ranks"),
-        (["--replicas", "2048", "--stages", "16"], "--stages 16: a replica has 8 ranks"),
-        (["--machine-mtbf", "soon"], "--machine-mtbf: soon: write a time, such as"),
-        (["--machine-mtbf", "0"], "--machine-mtbf 0: give 1 s to"),
-        (["--set", "load_s"], "--set load_s: write NAME=VALUE"),
-        (["--set", "speed=4"], "--set speed=4: there is no figure speed"),
-        (["--set", "step_s=0"], "--set step_s=0: step_s is 0; give more than 0"),
-        (["--set", "helpers=3h"], "--set helpers=3h: write NAME=VALUE"),
-        (["--checkpoint-every", "0s"], "--snapshot-every: give a time above 0"),
-        (["--machine-mtbf", "5d"], "a node is in repair for 132.8 h and fails every 120 h: give a longer"),
-        (["--times", "1,1,1"], "unrecognized arguments: --times"),
-        (
-            ["--json", "/no/such/place.json"],
-            "--json /no/such/place.json: give a file in a directory that exists",
-        ),
-    ],
-)
-def test_what_is_wrong_is_one_line(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--goodput", *argv]) == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert len(shown.err.splitlines()) == 1
-    assert words in shown.err
-
-
-def test_flags_of_this_mode_need_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["profile.json", "--ranks", "8"]) == 2
-    assert "unrecognized arguments: --ranks 8" in capsys.readouterr().err
-
-
 def test_what_cannot_be_written_leaves_what_was_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
