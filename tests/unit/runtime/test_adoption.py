@@ -96,12 +96,6 @@ def test_vacant_slots_go_round_those_that_are_left() -> None:
     assert smaller.held_by(dict(world.members)).adopted == {}, "who comes back has its own"
 
 
-def test_without_redistribution_the_mean_is_over_those_that_are_left() -> None:
-    smaller = Assignment.grid(3, replicas=3).held_by({0: 0, 2: 2})
-    assert smaller.contributions(0) == 2
-    assert dropped_origins(smaller) == (1,)
-
-
 # --- loaders ---
 
 

@@ -16,6 +16,7 @@ from swift_ft.train.config import SessionConfig
 from tests.unit.optim import models
 from tests.unit.optim.test_journal import Lazy
 from tests.unit.runtime.test_replica import copy, same
+from tests.unit.runtime.test_updates import HalvingReducer, Reduction
 from tests.unit.runtime.wired import state_of, updates_of
 
 B, D = 4, 5
@@ -77,27 +78,16 @@ class Average:
         self.values = [value.clone() for value in state["values"]]
 
 
-class Arriving:
-    """The average of a bucket over two replicas that have the same gradients; not there before it is waited for."""
+class Slow(HalvingReducer):
+    """Averages of buckets are there only once they are waited for, but for the first `done` ones."""
 
-    def __init__(self, bucket: Any, done: bool):
-        self.bucket, self.task = bucket, SimpleNamespace(done=done)
+    done = 1 << 30
 
-
-class AgreeingReducer:
-    seconds = 0.0
-
-    def __init__(self) -> None:
-        self.done = 1 << 30  # so many buckets are reduced while backward goes on
-
-    def launch(self, bucket: Any) -> Arriving:
+    def launch(self, bucket: Any) -> Reduction:
+        reduction = super().launch(bucket)
         self.done -= 1
-        return Arriving(bucket, self.done >= 0)
-
-    def finish(self, reduction: Arriving, *, kept: bool = False) -> None:
-        for parameter in reduction.bucket:
-            if parameter.grad is not None:
-                parameter.grad.add_(parameter.grad).div_(2)
+        reduction.task = SimpleNamespace(done=self.done >= 0)
+        return reduction
 
 
 class Lost(Exception):
@@ -109,7 +99,7 @@ class Rank:
 
     def __init__(self, optimizer: str):
         torch.manual_seed(0)
-        self.module, self.reducer = Part(), AgreeingReducer()
+        self.module, self.reducer = Part(), Slow()
         config = SessionConfig(replicas=2, updates="wait_free", bucket_bytes=4 * D * D + 1)
         self.updates = updates_of(config, self.reducer, vote=self._vote)
         self.fails = False

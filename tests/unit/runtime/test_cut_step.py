@@ -11,7 +11,7 @@ from torch import nn
 from swift_ft.errors import UsageError
 from swift_ft.train import lossy
 from swift_ft.train.config import SessionConfig
-from tests.unit.runtime.cut_world import LAYERS, WIDTH, Job, Rank, Script, loss_of
+from tests.unit.runtime.cut_world import LAYERS, NEVER, WIDTH, Job, Rank, Script, loss_of
 
 STEPS, RANKS = 3, 3
 OPS = LAYERS + 1
@@ -32,7 +32,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
     return steps
 
 
-def calculated(told: Told, present: list[set[int]], *, wait_free: bool) -> list[torch.Tensor]:
+def calculated(told: Told, present: list[set[int]], ranks: int) -> list[torch.Tensor]:
     """By plain torch. `present`: who was there in each step that nothing cut."""
     torch.manual_seed(3)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
@@ -46,7 +46,7 @@ def calculated(told: Told, present: list[set[int]], *, wait_free: bool) -> list[
         }
         buckets = next(iter(told[step].values())) if step in told else [everybody]
         of_origin = {
-            origin: torch.autograd.grad(loss_of(model, step, origin), parameters) for origin in range(RANKS)
+            origin: torch.autograd.grad(loss_of(model, step, origin), parameters) for origin in range(ranks)
         }
         for bucket in buckets:
             for number in bucket["parameters"]:
@@ -59,7 +59,7 @@ def calculated(told: Told, present: list[set[int]], *, wait_free: bool) -> list[
     return [p.detach() for p in parameters]
 
 
-def check(job: Job, left: list[Rank], told: Told, *, wait_free: bool) -> None:
+def check(job: Job, left: list[Rank], told: Told) -> None:
     """All that are left are alike, tell the same, and have what is calculated from it."""
     assert {rank.version for rank in left} == {STEPS}
     for step, by_rank in told.items():
@@ -71,8 +71,9 @@ def check(job: Job, left: list[Rank], told: Told, *, wait_free: bool) -> None:
     targets = [chosen.target_version for chosen in job.plans]
     for script, target in zip(job.scripts, targets, strict=False):
         lost_since[script.victim] = target
-    present = [{rank for rank in range(RANKS) if lost_since.get(rank, STEPS) > step} for step in range(STEPS)]
-    wanted = calculated(told, present, wait_free=wait_free)
+    ranks = range(len(job.ranks))
+    present = [{rank for rank in ranks if lost_since.get(rank, STEPS) > step} for step in range(STEPS)]
+    wanted = calculated(told, present, len(ranks))
     for rank in left:
         for own, right in zip(rank.bits(), wanted, strict=True):
             assert torch.equal(own, right), f"rank {rank.number}"
@@ -91,12 +92,12 @@ def test_wherever_the_results_stop(dies_at: int, wait_free: bool, told: Told) ->
         told.clear()
         script = cut_in_second_step({0: first, 2: second}, dies_at)
         job = Job(RANKS, [script], wait_free=wait_free, steps=STEPS)
-        check(job, job.run(), told, wait_free=wait_free)
+        check(job, job.run(), told)
 
 
 def test_what_one_has_all_get_and_the_rest_is_of_those_that_are_left(told: Told) -> None:
     job = Job(RANKS, [cut_in_second_step({0: 2, 2: 1}, 2)], wait_free=False, steps=STEPS)
-    check(job, job.run(), told, wait_free=False)
+    check(job, job.run(), told)
     of_buckets = [tuple(bucket["contributors"]) for bucket in told[1][0]]
     assert of_buckets == [(0, 1, 2)] * 2 + [(0, 2)] * (LAYERS - 2)
     assert [str(each.strategy) for each in job.plans[0].ranks] == ["LOSSY_FORWARD"] * 2
@@ -107,12 +108,9 @@ def test_a_step_that_one_is_not_in_is_dropped_by_all(wait_free: bool, told: Told
     """Nothing of it can be averaged, and who is in it would only wait."""
     script = Script(victim=1, dies_at=NEVER, idle=frozenset({2}), idle_at=1)
     job = Job(RANKS, [script], wait_free=wait_free, steps=STEPS)
-    check(job, job.run(), told, wait_free=wait_free)
+    check(job, job.run(), told)
     assert not told
     assert job.plans[0].target_version == 1
-
-
-NEVER = 1 << 20
 
 
 @pytest.mark.parametrize("wait_free", [False, True])
@@ -127,16 +125,7 @@ def test_a_second_loss_while_the_rest_is_averaged(wait_free: bool, told: Told) -
         job = Job(4, scripts, wait_free=wait_free, steps=STEPS)
         left = job.run()
         assert [rank.number for rank in left] == [0, 3]
-        check_four(job, left, told, wait_free)
-
-
-def check_four(job: Job, left: list[Rank], told: Told, wait_free: bool) -> None:
-    global RANKS
-    RANKS, before = 4, RANKS
-    try:
-        check(job, left, told, wait_free=wait_free)
-    finally:
-        RANKS = before
+        check(job, left, told)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -149,7 +138,7 @@ def test_cuts_at_random(seed: int, told: Told) -> None:
         gets = {rank: base + draw.randrange(OPS + 2) for rank in (0, 2) if draw.random() < 0.8}
         script = Script(victim=1, dies_at=base + draw.randrange(OPS), gets=gets)
         job = Job(RANKS, [script], wait_free=wait_free, steps=STEPS)
-        check(job, job.run(), told, wait_free=wait_free)
+        check(job, job.run(), told)
 
 
 # --- that the check can fail ---
@@ -160,7 +149,7 @@ def test_another_divisor_is_noticed(told: Told, monkeypatch: pytest.MonkeyPatch)
     job = Job(RANKS, [cut_in_second_step({0: 2, 2: 1}, 2)], wait_free=False, steps=STEPS)
     left = job.run()
     with pytest.raises(AssertionError):
-        check(job, left, told, wait_free=False)
+        check(job, left, told)
 
 
 def test_an_average_that_is_not_given_is_noticed(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +157,7 @@ def test_an_average_that_is_not_given_is_noticed(told: Told, monkeypatch: pytest
     given = lossy.given
     monkeypatch.setattr(lossy, "given", lambda held: [])
     job = Job(RANKS, [cut_in_second_step({0: 2, 2: 2}, 2)], wait_free=False, steps=STEPS)
-    check(job, job.run(), told, wait_free=False)  # nothing is lacking here
+    check(job, job.run(), told)  # nothing is lacking here
     told.clear()
 
     def anew(held: list[list[int]]) -> list[lossy.Given]:
@@ -179,7 +168,7 @@ def test_an_average_that_is_not_given_is_noticed(told: Told, monkeypatch: pytest
     job = Job(RANKS, [cut_in_second_step({0: 2, 2: 1}, 2)], wait_free=False, steps=STEPS)
     left = job.run()
     with pytest.raises(AssertionError):
-        check(job, left, told, wait_free=False)
+        check(job, left, told)
 
 
 # --- what is refused ---

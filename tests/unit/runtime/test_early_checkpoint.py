@@ -24,18 +24,18 @@ class FakeMember:
         self.asked.append(after_version)
 
 
-def saved(member: FakeMember, early: EarlyCheckpoint, versions: range) -> list[int]:
+def saved(early: EarlyCheckpoint, versions: range) -> list[int]:
     return [version for version in versions if early.due(version)]
 
 
 def test_it_is_saved_at_the_agreed_version_alone() -> None:
     member = FakeMember()
     early = EarlyCheckpoint(member)  # type: ignore[arg-type]
-    assert saved(member, early, range(5)) == []
+    assert saved(early, range(5)) == []
     member.agree(None)
-    assert saved(member, early, range(5)) == []
+    assert saved(early, range(5)) == []
     member.agree(7)
-    assert saved(member, early, range(5, 12)) == [7]
+    assert saved(early, range(5, 12)) == [7]
     assert member.asked == []
 
 
@@ -43,13 +43,13 @@ def test_who_is_past_it_says_so_once() -> None:
     member = FakeMember()
     early = EarlyCheckpoint(member)  # type: ignore[arg-type]
     member.agree(7)
-    assert saved(member, early, range(9, 12)) == []
+    assert saved(early, range(9, 12)) == []
     assert member.asked == [9]
     member.agree(11)
-    assert saved(member, early, range(12, 13)) == []
+    assert saved(early, range(12, 13)) == []
     assert member.asked == [9, 12]
     member.agree(15)
-    assert saved(member, early, range(13, 20)) == [15]
+    assert saved(early, range(13, 20)) == [15]
     assert member.asked == [9, 12]
 
 
@@ -57,10 +57,10 @@ def test_after_a_restore_the_same_number_means_another_checkpoint() -> None:
     member = FakeMember()
     early = EarlyCheckpoint(member)  # type: ignore[arg-type]
     member.agree(7)
-    assert saved(member, early, range(6, 9)) == [7]
-    assert saved(member, early, range(5, 9)) == [7]  # a replay, or a restore: saved again
-    assert saved(member, early, range(5, 6)) == []
-    assert saved(member, early, range(8, 9)) == []  # and missed in this life
+    assert saved(early, range(6, 9)) == [7]
+    assert saved(early, range(5, 9)) == [7]  # a replay, or a restore: saved again
+    assert saved(early, range(5, 6)) == []
+    assert saved(early, range(8, 9)) == []  # and missed in this life
     assert member.asked == [8]
 
 

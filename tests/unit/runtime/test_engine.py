@@ -22,7 +22,6 @@ from swift_ft.planner import Plan, RankPlan, Strategy
 from swift_ft.train.config import SessionConfig
 from swift_ft.train.coordinator_session import Member, own_servers
 from swift_ft.train.engine import Engine
-from swift_ft.train.log_session import OwnLog
 from tests.unit.runtime import wired
 from tests.unit.runtime.wired import state_of, step_of, updates_of
 
@@ -73,16 +72,13 @@ class Told:
 
 
 def engine_of(told: Told) -> Engine:
+    """Its log is open."""
     state = state_of(1, updates_of())
     channel: Any = SimpleNamespace()
     member: Any = SimpleNamespace(client=told, lease={}, say=lambda statement: statement() is None)
-    return wired.engine_of(1, SessionConfig(), member=member, channel=channel, state=state)
-
-
-def log_with(told: Told, engine: Engine) -> OwnLog:
-    """It is open."""
+    engine = wired.engine_of(1, SessionConfig(), member=member, channel=channel, state=state)
     engine.log._writer = told  # type: ignore[assignment]
-    return engine.log
+    return engine
 
 
 def test_a_server_is_known_by_its_number() -> None:
@@ -94,7 +90,7 @@ def test_a_server_is_known_by_its_number() -> None:
 def test_a_writer_hears_which_server_was_emptied_though_no_view_without_it_was_seen() -> None:
     told = Told()
     engine = engine_of(told)
-    log_with(told, engine)._place(view_of("l0:1", "l1:1"))
+    engine.log._place(view_of("l0:1", "l1:1"))
     engine.report(view_of("l0:1", "l1:1"))
     engine.report(view_of("l0:1", "l1:1", lost=(0,), again="l0:1", generation=4))
     engine.report(view_of("l0:1", "l1:1", lost=(0,), again="l0:1", generation=4))  # said again
@@ -115,7 +111,6 @@ def test_a_writer_hears_which_server_was_emptied_though_no_view_without_it_was_s
 def test_a_survivor_reports_its_state_whatever_is_wrong_with_its_log(trouble: SwiftError) -> None:
     told = Told(trouble)
     engine = engine_of(told)
-    log_with(told, engine)
     engine.report(view_of("l0:1"))
     assert told.reports == [2]
     assert not engine._restorer._site.flushed, "its log is no witness"
@@ -144,7 +139,6 @@ def test_a_trainers_own_error_is_raised_whoever_cannot_be_told_of_it(away: Swift
 def test_a_record_that_was_not_taken_is_refused_however_many_generations_come_between(when: str) -> None:
     told = Told()
     engine = engine_of(told)
-    log_with(told, engine)
     followed: list[Any] = []
     engine._restorer.follow = lambda published, *_: followed.append(published.plan.ranks[0].strategy)  # type: ignore[method-assign]
     if when != "after":
@@ -177,7 +171,6 @@ def plan_of(strategy: Strategy) -> PublishedPlan:
 def test_what_no_generation_makes_good_is_still_raised() -> None:
     told = Told(UsageError("start it with a larger --body-bytes-max"))
     engine = engine_of(told)
-    log_with(told, engine)
     with pytest.raises(UsageError):
         engine.report(view_of("l0:1"))
 
@@ -225,7 +218,6 @@ def test_who_calls_the_end_in_a_step_that_it_replays_has_called_it() -> None:
     engine = engine_of(Told())
     engine._site.member.watcher = SimpleNamespace(latest=None)  # type: ignore[assignment]
     engine._site.member.await_change = lambda _view: None  # type: ignore[method-assign]
-    log_with(Told(), engine)
     ended: list[int] = []
 
     def replay(_train_step: Any) -> None:

@@ -14,11 +14,11 @@ from swift_ft.comm.groups import ReconfigurableGroup
 from swift_ft.comm.message_collectives import Alone
 from swift_ft.errors import Divergence, ReplayRefused, UsageError
 from swift_ft.log.record import Record, RecordKey, digest_of
-from swift_ft.state.tensors import byte_view, dtype_name
 from swift_ft.train import set_up
 from swift_ft.train.collective_policy import Gate
 from swift_ft.train.pipeline_collectives import Ties
 from tests.local_backend import LocalBackend
+from tests.log_client import owned_bytes
 from tests.unit.runtime.wired import channel_of, updates_of
 
 RANKS = (0, 1, 2, 3)
@@ -38,20 +38,11 @@ class Log:
     def follow(self, stream: str, _from_step: int, _share: object) -> Any:
         records = self.streams.get(stream, {})
 
-        class Cursor:
-            def get(self, key: RecordKey, _timeout_s: float, _cancelled: Callable[[], bool]) -> Record:
-                tensor = records[key]
-                body = byte_view(tensor).data
-                shape = tuple(tensor.shape)
-                return Record(
-                    key, dtype_name(tensor), shape, body, digest_of(dtype_name(tensor), shape, body), 1, 0
-                )
+        def get(key: RecordKey, _timeout_s: float, _cancelled: Callable[[], bool]) -> Record:
+            dtype, shape, body = owned_bytes(records[key])
+            return Record(key, dtype, shape, body, digest_of(dtype, shape, body), 1, 0)
 
-            def drop_below(self, _step: int) -> None: ...
-
-            def close(self) -> None: ...
-
-        return Cursor()
+        return SimpleNamespace(get=get, drop_below=lambda _step: None, close=lambda: None)
 
 
 class Group(ReconfigurableGroup):

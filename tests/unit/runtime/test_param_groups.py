@@ -116,10 +116,10 @@ def test_so_are_replicas_with_parameters_of_another_type() -> None:
 # --- another script ---
 
 
-def continued(capsys: pytest.CaptureFixture[str], script: Process, steps: int = 2) -> str:
+def continued(capsys: pytest.CaptureFixture[str], script: Process) -> str:
     """What is said when a job that began otherwise goes on with this script."""
     job = Process(lr=0.1, weight_decay=0.01)
-    for _ in range(steps):
+    for _ in range(2):
         job.step()
     script.state.load_state_dict(copy.deepcopy(job.state.state_dict()))
     assert script.optimizer.param_groups[0]["lr"] == job.optimizer.param_groups[0]["lr"]

@@ -25,19 +25,20 @@ def counted(
     profile.end(number, replay=replay)
 
 
-def measured(profile: StepProfile) -> pb.RankMeasured | None:
-    return profile.measured({3: 11}, None, None)
+def measured(profile: StepProfile) -> pb.RankMeasured:
+    found = profile.measured({3: 11}, None, None)
+    assert found is not None
+    return found
 
 
 def test_recent_steps_are_measured() -> None:
     profile = StepProfile()
     for number in range(WARM_STEPS):
         counted(profile, number, 1000)
-    assert measured(profile) is None  # the first steps are like no other
+    assert profile.measured({3: 11}, None, None) is None  # the first steps are like no other
     for number in range(WARM_STEPS, WARM_STEPS + 3):
         counted(profile, number, 100)
     found = measured(profile)
-    assert found is not None
     assert (found.step, found.steps, found.microbatches, found.other_bytes) == (4, 3, 2, 10)
     (stage,) = found.stages
     assert (stage.stage, stage.gradient_bytes) == (3, 11)
@@ -52,7 +53,6 @@ def test_no_more_than_the_last_steps_count() -> None:
     for number in range(STEPS_KEPT // 2 + 1):
         counted(profile, 100 + number, 300)
     found = measured(profile)
-    assert found is not None
     assert (found.steps, found.stages[0].sent[1].bytes) == (STEPS_KEPT, 600)
 
 
@@ -63,14 +63,12 @@ def test_replayed_steps_tell_of_the_log_alone() -> None:
     for number in range(3):
         counted(profile, number, 9, replay=True, microbatches=1)
     found = measured(profile)
-    assert found is not None
     assert (found.step, found.steps, found.microbatches) == (WARM_STEPS, 1, 2)
     assert found.stages[0].sent[1].bytes == 200
     assert (found.log_read_bytes, found.log_read_wait_s) == (21, 1.5)
     counted(profile, 3, 100)
     counted(profile, 3, 9, replay=True)  # another replay
     found = measured(profile)
-    assert found is not None
     assert (found.log_read_bytes, found.log_read_wait_s) == (7, 0.5)
 
 
@@ -85,7 +83,6 @@ def test_a_step_that_is_dropped_leaves_nothing() -> None:
     profile.beside(1)
     counted(profile, WARM_STEPS, 100)
     found = measured(profile)
-    assert found is not None
     assert (found.microbatches, found.other_bytes, found.stages[0].sent[1].bytes) == (2, 10, 200)
 
 
@@ -103,7 +100,6 @@ def test_times_are_of_one_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
         now[0] += 0.5
         profile.end(number, replay=False)
     found = measured(profile)
-    assert found is not None
     (stage,) = found.stages
     assert (stage.forward_s, stage.backward_s) == (2.0, 6.0)
     assert (found.step_s, found.update_s) == (76.5, 0.5)

@@ -220,7 +220,7 @@ def test_gradients_are_seen_by_their_names_in_thorough_steps_alone() -> None:
 class Recorder:
     """A rank that records."""
 
-    def __init__(self, rehearse: str = "start", rank: int = 1, **settings: Any) -> None:
+    def __init__(self, rehearse: str = "start", **settings: Any) -> None:
         self.witness = witness_of()
         self.tape = Tape(self.witness)
         self.watch = ThoroughWatch(self.witness, [], dict)
@@ -231,7 +231,7 @@ class Recorder:
             updates=SimpleNamespace(held=True), begun_with=lambda: {"attribute": {"count": self.step}}
         )
         channel = SimpleNamespace(note=lambda *record: self.log.append(record))
-        site = site_of(rank, config, channel=channel, state=state, witness=self.witness)
+        site = site_of(1, config, channel=channel, state=state, witness=self.witness)
         self.recording = Recording(site, self.watch, self.tape)
 
     def do(self, step: int, *, dropped: bool = False) -> None:

@@ -245,23 +245,40 @@ def saved(trainer: Trainer) -> Any:
     return copy.deepcopy(trainer.state.state_dict())
 
 
+def ran(make: Callable[[int], Any], steps: int = 0, **options: Any) -> Trainer:
+    """It has told its state of version 0, and done these steps."""
+    trainer = Trainer(make, **options)
+    trainer.state.state_dict()
+    trainer.run(steps)
+    return trainer
+
+
+def loaded(make: Callable[[int], Any], state: Any, **options: Any) -> Trainer:
+    trainer = Trainer(make, **options)
+    trainer.load(state)
+    return trainer
+
+
+def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
+    """As far as those go that are found."""
+    return all(map(torch.equal, found, wanted))
+
+
 @pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize("lazily", [False, True], ids=["eager", "lazy"])
 @pytest.mark.parametrize("at", [1, 5, 7])
 def test_a_dropped_step_and_another_process_get_the_batches_again(kind: str, lazily: bool, at: int) -> None:
     twin = Trainer(LOADERS[kind], lazily=lazily).run(12)
-    first = Trainer(LOADERS[kind], lazily=lazily)
-    first.state.state_dict()  # of version 0
-    assert all(map(torch.equal, first.run(at), twin)), "a state that is asked for changes nothing"
+    first = ran(LOADERS[kind], lazily=lazily)
+    assert same(first.run(at), twin), "a state that is asked for changes nothing"
     state = saved(first)
     first.drop(6)
     first.drop(2, changed=True)
-    assert all(map(torch.equal, first.run(12 - at), twin[2 * at :])), "a step was dropped"
-    other = Trainer(LOADERS[kind], lazily=lazily)
-    other.load(state)
-    assert all(map(torch.equal, other.run(12 - at), twin[2 * at :])), "another process"
+    assert same(first.run(12 - at), twin[2 * at :]), "a step was dropped"
+    other = loaded(LOADERS[kind], state, lazily=lazily)
+    assert same(other.run(12 - at), twin[2 * at :]), "another process"
     first.load(state)
-    assert all(map(torch.equal, first.run(12 - at), twin[2 * at :])), "all go back to a checkpoint"
+    assert same(first.run(12 - at), twin[2 * at :]), "all go back to a checkpoint"
 
 
 @pytest.mark.parametrize("kind", LOADERS)
@@ -274,21 +291,18 @@ def test_a_copy_of_a_replica_goes_on_with_batches_of_its_own(kind: str, base: in
     if base:
         lost.run(base)
         checkpoints.insert(0, saved(lost))
-    source = Trainer(LOADERS[kind])
-    source.state.state_dict()
-    source.run(at)
+    source = ran(LOADERS[kind], at)
     joiner = Trainer(LOADERS[kind], dp_rank=1)
     joiner.state.checkpoints = lambda: iter(checkpoints)
     joiner.load(source.state.shared_dict())
-    assert all(map(torch.equal, joiner.run(1), twin[2 * at :]))
+    assert same(joiner.run(1), twin[2 * at :])
     state = saved(joiner)
-    assert all(map(torch.equal, joiner.run(1), twin[2 * at + 2 :]))
+    assert same(joiner.run(1), twin[2 * at + 2 :])
     later = saved(joiner)
-    assert all(map(torch.equal, joiner.run(12 - at), twin[2 * at + 4 :]))
+    assert same(joiner.run(12 - at), twin[2 * at + 4 :])
     for passed, checkpoint in ((1, state), (2, later)):
-        other = Trainer(LOADERS[kind], dp_rank=1)
-        other.load(checkpoint)
-        assert all(map(torch.equal, other.run(2), twin[2 * (at + passed) :])), "from a checkpoint since"
+        other = loaded(LOADERS[kind], checkpoint, dp_rank=1)
+        assert same(other.run(2), twin[2 * (at + passed) :]), "from a checkpoint since"
 
 
 @pytest.mark.parametrize(
@@ -298,34 +312,28 @@ def test_a_copy_of_a_replica_goes_on_with_batches_of_its_own(kind: str, base: in
 )
 def test_a_batch_that_was_changed_behind_its_version_is_drawn_again(change: Callable[[Any], object]) -> None:
     twin = Trainer(LOADERS["plain"]).run(4)
-    first = Trainer(LOADERS["plain"])
-    first.state.state_dict()
-    first.run(2)
+    first = ran(LOADERS["plain"], 2)
     first.state.begin_step()
     change(next(first.stream))
     first.state.drop_step()
-    assert all(map(torch.equal, first.run(2), twin[4:]))
+    assert same(first.run(2), twin[4:])
 
 
 def test_what_workers_draw_is_drawn_again() -> None:
     twin = Trainer(workers).run(8)
-    first = Trainer(workers)
-    first.state.state_dict()
-    first.run(6)
+    first = ran(workers, 6)
     first.drop(1, changed=True)
-    other = Trainer(workers)
-    other.load(saved(first))
-    assert all(map(torch.equal, other.run(2), twin[12:]))
+    other = loaded(workers, saved(first))
+    assert same(other.run(2), twin[12:])
 
 
 @pytest.mark.parametrize("kind", LOADERS)
 def test_the_first_step_is_dropped_after_an_iterator_was_made_in_it(kind: str) -> None:
     twin = Trainer(LOADERS[kind], lazily=True).run(4)
-    first = Trainer(LOADERS[kind], lazily=True)
-    first.state.state_dict()
+    first = ran(LOADERS[kind], lazily=True)
     first.drop(1)
     first.drop(2)
-    assert all(map(torch.equal, first.run(4), twin))
+    assert same(first.run(4), twin)
 
 
 @pytest.mark.parametrize("kind", LOADERS)
@@ -337,7 +345,7 @@ def test_a_kept_iterator_goes_back_to_before_its_first_batch(kind: str) -> None:
     begun = saved(first)
     first.run(2)
     first.load(begun)
-    assert all(map(torch.equal, first.run(3), twin))
+    assert same(first.run(3), twin)
 
 
 def test_an_iterator_that_has_failed_is_made_again() -> None:
@@ -353,8 +361,7 @@ def test_an_iterator_that_has_failed_is_made_again() -> None:
         return DataLoader(Failing(), batch_size=4, shuffle=True)
 
     twin = Trainer(make).run(4)
-    first = Trainer(make)
-    first.state.state_dict()
+    first = ran(make)
     first.stream = first.iterator
     first.run(2)
     failing[0] = True
@@ -362,7 +369,7 @@ def test_an_iterator_that_has_failed_is_made_again() -> None:
         first.drop(1)
     failing[0] = False
     first.state.drop_step()
-    assert all(map(torch.equal, first.run(2), twin[4:]))
+    assert same(first.run(2), twin[4:])
 
 
 def test_epochs_of_a_sampler_are_those_of_the_iteration() -> None:
@@ -380,7 +387,7 @@ def test_epochs_of_a_sampler_are_those_of_the_iteration() -> None:
     first.run(7)
     other = Epochs(LOADERS["sampler"])
     other.load(saved(first))
-    assert all(map(torch.equal, other.run(2), twin[14:]))
+    assert same(other.run(2), twin[14:])
 
 
 def test_a_state_that_leaves_something_out_is_found_out() -> None:
@@ -391,15 +398,13 @@ def test_a_state_that_leaves_something_out_is_found_out() -> None:
             return {f"rank{self.rank}": {"place": self.place, "buffer": []}}
 
     twin = Trainer(Forgetful).run(14)
-    first = Trainer(Forgetful)
-    first.state.state_dict()
+    first = ran(Forgetful)
     for _ in range(3):
         first.run(3)
         state = saved(first)
     assert state["objects"]["loader"]["base"]["snapshots"][1:]
-    other = Trainer(Forgetful)
-    other.load(state)
-    assert all(map(torch.equal, other.run(5), twin[18:]))
+    other = loaded(Forgetful, state)
+    assert same(other.run(5), twin[18:])
 
 
 def test_a_state_that_is_whole_is_gone_on_from() -> None:
@@ -411,8 +416,7 @@ def test_a_state_that_is_whole_is_gone_on_from() -> None:
                 drawn.append(batch)
                 yield batch
 
-    first = Trainer(Counted)
-    first.state.state_dict()
+    first = ran(Counted)
     for _ in range(3):
         first.run(10)
         state = saved(first)
@@ -436,7 +440,7 @@ def test_a_sampler_that_counts_iterations_is_drawn_from_the_first_or_found_out()
         made.load(first.state.shared_dict())
         return made
 
-    assert all(map(torch.equal, joiner(begun).run(1), twin[24:]))
+    assert same(joiner(begun).run(1), twin[24:])
     with pytest.raises(ServiceError, match="does not give again"):
         joiner(in_the_second)
 

@@ -1,5 +1,6 @@
 """What a rank says when it cannot do as planned."""
 
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,6 +97,66 @@ class Opened:
     def close(self) -> None: ...
 
 
+class Recovery:
+    """Of rank 0, by a plan to version 3 without a replay. It has two log servers, and rank 1 a third one."""
+
+    def __init__(self, log: Any, checkpoint: int = 0) -> None:
+        self.log = log
+        self.asked: list[int] = []
+        """The checkpoints that it asked for."""
+        state = state_of(1, updates_of())
+        state.version, state.present = 3, True
+        state.stages = [SimpleNamespace(stage_index=1)]
+        state.destinations = state.shared_dict = dict  # type: ignore[method-assign, assignment]
+        state.load_state_dict = lambda values: None  # type: ignore[assignment, method-assign]
+        store: Any = SimpleNamespace(load=lambda version: {})
+        copies = [pb.LogCopies(rank=0, servers=["l0", "l1"]), pb.LogCopies(rank=1, servers=["l2"])]
+        self.member: Any = SimpleNamespace(
+            client=SimpleNamespace(job="job"),
+            watcher=SimpleNamespace(latest=pb.View(checkpoints=[checkpoint], log_copies=copies)),
+            ask_checkpoint=lambda after, reason: self.asked.append(after),
+            noticed=False,
+            check=lambda: None,
+        )
+        self.site = site_of(member=self.member, channel=log, state=state, store=store)
+        self.restorer = Restorer(self.site)
+
+    def follow(
+        self, strategy: Strategy, *, lived: bool = False, servers: Sequence[str] = ("l0", "l1")
+    ) -> None:
+        sources = (1,) if strategy is Strategy.REPLICA else ()
+        self.site.state.lived = lived
+        self.carry_out(ranked(0, strategy, sources), ranked(1, Strategy.KEEP), servers=servers)
+
+    def carry_out(self, *ranks: RankPlan, servers: Sequence[str]) -> None:
+        self.restorer.follow(published(3, *ranks), self.log, servers, lambda: None)
+
+
+def ranked(rank: int, strategy: Strategy, sources: tuple[int, ...] = ()) -> RankPlan:
+    return RankPlan(rank=rank, strategy=strategy, from_version=3, reason="", sources=sources)
+
+
+def published(target: int, *ranks: RankPlan) -> PublishedPlan:
+    plan = Plan(target_version=target, ranks=ranks, collective_source=-1, reason="")
+    return PublishedPlan(generation=2, plan=plan, sources={})
+
+
+Recovering = Callable[..., Recovery]
+
+
+@pytest.fixture
+def recovering(monkeypatch: pytest.MonkeyPatch) -> Recovering:
+    """Makes a recovery out of that log."""
+
+    def make(log: Opened, checkpoint: int = 0) -> Recovery:
+        monkeypatch.setattr(replay, "LogReader", lambda servers, job: log)
+        received = SimpleNamespace(state={}, bytes=0, seconds=0.0, digest="", witnesses=log.witnesses)
+        monkeypatch.setattr(strategies, "receive_state", lambda *given, **named: received)
+        return Recovery(log, checkpoint)
+
+    return make
+
+
 @pytest.mark.parametrize(
     ("strategy", "lived", "asks"),
     [
@@ -108,11 +169,11 @@ class Opened:
     ],
 )
 def test_what_a_predecessor_logged_of_the_next_step_is_compared_where_nothing_is_replayed(
-    monkeypatch: pytest.MonkeyPatch, strategy: Any, lived: bool, asks: bool
+    recovering: Recovering, strategy: Strategy, lived: bool, asks: bool
 ) -> None:
     log = Opened()
     log.held["s1c0.F"] = [RecordKey(step, 0, 0) for step in range(2, 4)]
-    follow(monkeypatch, log, strategy, lived, checkpoint=3)
+    recovering(log, checkpoint=3).follow(strategy, lived=lived)
     for server in ("l0", "l1"):
         assert log.expected.get(("s1c0.F", server)) == ({RecordKey(3, 0, 0): b""} if asks else None)
     assert bool(log.expected) == asks
@@ -120,15 +181,15 @@ def test_what_a_predecessor_logged_of_the_next_step_is_compared_where_nothing_is
     assert not log.lacking
 
 
-def test_a_damaged_copy_is_taken_to_hold_what_the_other_one_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_copy_is_taken_to_hold_what_the_other_one_holds(recovering: Recovering) -> None:
     log = Opened()
     log.held["s1c0.F"] = [RecordKey(3, 0, 0)]
     log.damaged.add("l0")
-    follow(monkeypatch, log, Strategy.REPLAY, False)
+    recovering(log).follow(Strategy.REPLAY)
     assert log.expected["s1c0.F", "l0"] == log.expected["s1c0.F", "l1"] == {RecordKey(3, 0, 0): b""}
     log.damaged.add("l1")
     with pytest.raises(RecordCorrupt, match="damaged on l0"):
-        follow(monkeypatch, log, Strategy.REPLAY, False)
+        recovering(log).follow(Strategy.REPLAY)
 
 
 def logged_to(last: int) -> Opened:
@@ -153,61 +214,61 @@ def logged_to(last: int) -> Opened:
     ],
 )
 def test_what_a_predecessor_has_not_logged_is_declared_where_it_is_not_made_again(
-    monkeypatch: pytest.MonkeyPatch,
-    strategy: Any,
+    recovering: Recovering,
+    strategy: Strategy,
     lived: bool,
     checkpoint: int,
     last: int,
     lacks: tuple[int, int] | None,
 ) -> None:
     log = logged_to(last)
-    asked = follow(monkeypatch, log, strategy, lived, checkpoint)
+    recovery = recovering(log, checkpoint)
+    recovery.follow(strategy, lived=lived)
     assert log.lacking == ({"s1c0.F": lacks} if lacks else {})
     assert log.declared == bool(lacks)
-    assert asked == ([2] if lacks else [])
+    assert recovery.asked == ([2] if lacks else [])
 
 
 @pytest.mark.parametrize("where", ["l0", "l2"])
 def test_who_was_copied_in_a_recovery_that_was_superseded_still_declares(
-    monkeypatch: pytest.MonkeyPatch, where: str
+    recovering: Recovering, where: str
 ) -> None:
     """A newer generation calls it off while it asks its own server, or the replica's."""
     log = logged_to(1)
-    restorer = restorer_of(monkeypatch, log, [])
+    recovery = recovering(log)
     log.called_off.add(where)
     with pytest.raises(LogInterrupted):
-        restorer.follow(plan_of(Strategy.REPLICA), log, ["l0", "l1"], lambda: None)  # type: ignore[arg-type]
+        recovery.follow(Strategy.REPLICA)
     assert not log.lacking
     log.called_off.clear()
-    restorer.follow(plan_of(Strategy.KEEP), log, ["l0", "l1"], lambda: None)  # type: ignore[arg-type]
+    recovery.follow(Strategy.KEEP)
     assert log.lacking == {"s1c0.F": (2, 2)}
     log.lacking.clear()
-    restorer.follow(plan_of(Strategy.KEEP), log, ["l0", "l1"], lambda: None)  # type: ignore[arg-type]
+    recovery.follow(Strategy.KEEP)
     assert not log.lacking, "once is enough"
 
 
 @pytest.mark.parametrize("got_out", [True, False])
 def test_who_declares_what_another_generation_has_already_sent_asks_for_the_checkpoint(
-    monkeypatch: pytest.MonkeyPatch, got_out: bool
+    recovering: Recovering, got_out: bool
 ) -> None:
     """The marks that a call that was called off has left are due, and go out with the next report."""
     log = logged_to(1)
-    asked: list[int] = []
-    restorer = restorer_of(monkeypatch, log, asked)
+    recovery = recovering(log)
 
     def called_off() -> None:
         raise LogInterrupted("called off")
 
     log.declare = called_off  # type: ignore[method-assign]
     with pytest.raises(LogInterrupted):
-        restorer.follow(plan_of(Strategy.REPLICA), log, ["l0", "l1"], lambda: None)  # type: ignore[arg-type]
-    assert asked == []
+        recovery.follow(Strategy.REPLICA)
+    assert recovery.asked == []
     del log.declare
     if got_out:
         log.held["s1c0.F"].append(mark(Steps(*log.lacking["s1c0.F"])))
     log.lacking.clear()
-    restorer.follow(plan_of(Strategy.KEEP), log, ["l0", "l1"], lambda: None)  # type: ignore[arg-type]
-    assert asked == [2]
+    recovery.follow(Strategy.KEEP)
+    assert recovery.asked == [2]
     assert log.declared != got_out
 
 
@@ -216,66 +277,64 @@ def test_who_declares_what_another_generation_has_already_sent_asks_for_the_chec
     [(Steps(0, 0), [0]), (Steps(1, 2), [2]), (Steps(2, 4), [4]), (Steps(3, 3), []), (None, [])],
 )
 def test_a_checkpoint_makes_up_for_what_a_predecessor_declared(
-    monkeypatch: pytest.MonkeyPatch, marked: Steps | None, asked: list[int]
+    recovering: Recovering, marked: Steps | None, asked: list[int]
 ) -> None:
     """It may have died before it asked."""
     log = logged_to(2)
     if marked is not None:
         log.held["s1c0.F"].append(mark(marked))
-    assert follow(monkeypatch, log, Strategy.REPLICA, False) == asked
+    recovery = recovering(log)
+    recovery.follow(Strategy.REPLICA)
+    assert recovery.asked == asked
     assert not log.declared
-    assert follow(monkeypatch, log, Strategy.REPLICA, False, checkpoint=3) == []
+    recovery = recovering(log, checkpoint=3)
+    recovery.follow(Strategy.REPLICA)
+    assert recovery.asked == []
 
 
 def test_a_server_of_its_own_that_does_not_answer_is_not_taken_to_have_nothing(
-    monkeypatch: pytest.MonkeyPatch,
+    recovering: Recovering,
 ) -> None:
     log = logged_to(2)
     log.down |= {"l0", "l1"}
     with pytest.raises(LogUnavailable):
-        follow(monkeypatch, log, Strategy.REPLICA, True)
+        recovering(log).follow(Strategy.REPLICA, lived=True)
     assert not log.lacking
 
 
-def test_one_replica_is_asked_and_then_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_replica_is_asked_and_then_none(recovering: Recovering) -> None:
     log = logged_to(2)
     log.held["s1c2.F"] = log.held["s1c1.F"]
     log.witnesses = (1, 2)
-    places = [
-        pb.LogCopies(rank=0, servers=["l0"]),
-        pb.LogCopies(rank=1, servers=["l2"]),
-    ]
-    places.append(pb.LogCopies(rank=2, servers=["l3"]))
-    restorer = restorer_of(monkeypatch, log, [])
-    restorer._site.member.watcher.latest.ClearField("log_copies")
-    restorer._site.member.watcher.latest.log_copies.extend(places)
-    restorer.follow(plan_of(Strategy.REPLICA), log, ["l0"], lambda: None)  # type: ignore[arg-type]
+    copies = [pb.LogCopies(rank=rank, servers=[server]) for rank, server in enumerate(("l0", "l2", "l3"))]
+    recovery = recovering(log)
+    recovery.member.watcher.latest = pb.View(checkpoints=[0], log_copies=copies)
+    recovery.follow(Strategy.REPLICA, servers=["l0"])
     assert set(log.asked) == {"l0", "l2"}
     assert not log.lacking
 
 
-def test_a_recovery_that_is_superseded_asks_for_no_more_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recovery_that_is_superseded_asks_for_no_more_streams(recovering: Recovering) -> None:
     log = logged_to(1)
-    restorer = restorer_of(monkeypatch, log, [])
-    restorer._site.state.lived = True
+    recovery = recovering(log)
 
     def check() -> None:
         if log.asked:
             raise Interrupted("a newer generation")
 
-    restorer._site.member.check = check  # type: ignore[method-assign]
+    recovery.member.check = check
     with pytest.raises(Interrupted):
-        restorer.follow(plan_of(Strategy.REPLICA), log, ["l0", "l1"], lambda: None)  # type: ignore[arg-type]
+        recovery.follow(Strategy.REPLICA, lived=True)
     assert log.asked == ["l0"]
 
 
 @pytest.mark.parametrize(("flushed", "copied"), [(True, False), (False, False), (True, True)])
 def test_a_source_is_a_witness_if_it_has_flushed_and_declared(
-    monkeypatch: pytest.MonkeyPatch, flushed: bool, copied: bool
+    recovering: Recovering, monkeypatch: pytest.MonkeyPatch, flushed: bool, copied: bool
 ) -> None:
     log = logged_to(1)
-    restorer = restorer_of(monkeypatch, log, [])
-    restorer._site.state.state_dict = dict  # type: ignore[method-assign, assignment]
+    recovery = recovering(log)
+    recovery.site.state.state_dict = dict  # type: ignore[method-assign, assignment]
     told: list[bool] = []
 
     def send(*_: Any, logged: bool, **__: Any) -> Any:
@@ -286,102 +345,55 @@ def test_a_source_is_a_witness_if_it_has_flushed_and_declared(
     if copied:
         log.called_off.add("l0")
         with pytest.raises(LogInterrupted):
-            restorer.follow(plan_of(Strategy.REPLICA), log, ["l0"], lambda: None)  # type: ignore[arg-type]
+            recovery.follow(Strategy.REPLICA, servers=["l0"])
         log.called_off.clear()
-    restorer._site.flushed = flushed
-    other = RankPlan(rank=1, strategy=Strategy.REPLICA, from_version=3, reason="", sources=(0,))
-    keeps = RankPlan(rank=0, strategy=Strategy.KEEP, from_version=3, reason="")
-    plan = published(3, keeps, other)
-    restorer.follow(plan, log, ["l0"], lambda: None)  # type: ignore[arg-type]
+    recovery.site.flushed = flushed
+    recovery.carry_out(ranked(0, Strategy.KEEP), ranked(1, Strategy.REPLICA, (0,)), servers=["l0"])
     assert told == [flushed and not copied]
 
 
-def test_a_checkpoint_after_the_copy_leaves_nothing_to_declare(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_after_the_copy_leaves_nothing_to_declare(recovering: Recovering) -> None:
     log = logged_to(1)
-    restorer = restorer_of(monkeypatch, log, [])
+    recovery = recovering(log)
     log.damaged |= {"l0", "l1"}
     with pytest.raises(RecordCorrupt):
-        restorer.follow(plan_of(Strategy.REPLICA), log, ["l0", "l1"], lambda: None)  # type: ignore[arg-type]
+        recovery.follow(Strategy.REPLICA)
     log.damaged.clear()
-    restorer.follow(plan_of(Strategy.REPLAY), log, ["l0", "l1"], lambda: None)  # type: ignore[arg-type]
+    recovery.follow(Strategy.REPLAY)
     assert not log.lacking
 
 
-def test_a_replica_whose_log_cannot_be_read_is_no_witness(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replica_whose_log_cannot_be_read_is_no_witness(recovering: Recovering) -> None:
     log = logged_to(2)
     log.witnesses = ()
-    follow(monkeypatch, log, Strategy.REPLICA, False)
+    recovering(log).follow(Strategy.REPLICA)
     assert log.lacking["s1c0.F"] == (2, 2), "it has told that it could not log everything"
     log.witnesses = (1,)
     log.down.add("l2")
-    follow(monkeypatch, log, Strategy.REPLICA, False)
+    recovering(log).follow(Strategy.REPLICA)
     assert log.lacking["s1c0.F"] == (2, 2)  # it may lack a record
     log.down.clear()
     log.damaged.add("l2")
-    follow(monkeypatch, log, Strategy.REPLICA, False)
+    recovering(log).follow(Strategy.REPLICA)
     assert log.lacking["s1c0.F"] == (2, 2)
 
 
-def follow(
-    monkeypatch: pytest.MonkeyPatch, log: Any, strategy: Any, lived: bool, checkpoint: int = 0
-) -> list[int]:
-    """A plan to version 3 of which nothing is replayed, and two log servers; gives what checkpoints were asked for."""
-    asked: list[int] = []
-    restorer = restorer_of(monkeypatch, log, asked, checkpoint)
-    restorer._site.state.lived = lived
-    restorer.follow(plan_of(strategy), log, ["l0", "l1"], lambda: None)
-    return asked
-
-
-def test_streams_that_a_server_does_not_have_are_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_that_a_server_does_not_have_are_not_asked_for(
+    recovering: Recovering, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log = logged_to(1)
-    follow(monkeypatch, log, Strategy.REPLICA, False)
+    recovering(log).follow(Strategy.REPLICA)
     assert {stream for _, stream in log.questions} == {"s1c0.F", "s1c1.F"}
     lacking, expected = dict(log.lacking), dict(log.expected)
     monkeypatch.setattr(Opened, "holdings", lambda log, server: None)  # it has not answered
     log = logged_to(1)
-    follow(monkeypatch, log, Strategy.REPLICA, False)
+    recovering(log).follow(Strategy.REPLICA)
     assert {"s1c0.B", "r0.C", "r1.C"} < {stream for _, stream in log.questions}
     assert (log.lacking, log.expected) == (lacking, expected), "it is the same"
 
 
-def test_what_is_trimmed_is_not_taken_to_have_been_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_trimmed_is_not_taken_to_have_been_empty(recovering: Recovering) -> None:
     log = logged_to(1)
     log.trimmed = 4
     with pytest.raises(RecordTrimmed):
-        follow(monkeypatch, log, Strategy.KEEP, False)
-
-
-def plan_of(strategy: Strategy) -> PublishedPlan:
-    sources = (1,) if strategy is Strategy.REPLICA else ()
-    mine = RankPlan(rank=0, strategy=strategy, from_version=3, reason="", sources=sources)
-    return published(3, mine, RankPlan(rank=1, strategy=Strategy.KEEP, from_version=3, reason=""))
-
-
-def published(target: int, *ranks: RankPlan) -> PublishedPlan:
-    plan = Plan(target_version=target, ranks=ranks, collective_source=-1, reason="")
-    return PublishedPlan(generation=2, plan=plan, sources={})
-
-
-def restorer_of(monkeypatch: pytest.MonkeyPatch, log: Any, asked: list[int], checkpoint: int = 0) -> Restorer:
-    monkeypatch.setattr(replay, "LogReader", lambda servers, job: log)
-    received = SimpleNamespace(state={}, bytes=0, seconds=0.0, digest="", witnesses=log.witnesses)
-    monkeypatch.setattr(strategies, "receive_state", lambda *given, **named: received)
-    state = state_of(1, updates_of())
-    state.version, state.present = 3, True
-    state.stages = [SimpleNamespace(stage_index=1)]
-    state.destinations = state.shared_dict = dict  # type: ignore[method-assign, assignment]
-    state.load_state_dict = lambda values: None  # type: ignore[assignment, method-assign]
-    store: Any = SimpleNamespace(load=lambda version: {})
-    places = [
-        pb.LogCopies(rank=0, servers=["l0", "l1"]),
-        pb.LogCopies(rank=1, servers=["l2"]),
-    ]
-    member: Any = SimpleNamespace(
-        client=SimpleNamespace(job="job"),
-        watcher=SimpleNamespace(latest=pb.View(checkpoints=[checkpoint], log_copies=places)),
-        ask_checkpoint=lambda after, reason: asked.append(after),
-        noticed=False,
-        check=lambda: None,
-    )
-    return Restorer(site_of(member=member, channel=log, state=state, store=store))
+        recovering(log).follow(Strategy.KEEP)

@@ -45,17 +45,15 @@ AS_A_RANK = ENDS_MEANWHILE + textwrap.dedent(
 )
 
 
+def run(program: str, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    words, env = [sys.executable, "-c", program, *arguments], {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(words, check=False, cwd=cwd, env=env, capture_output=True, text=True, timeout=60)
+
+
 @pytest.mark.parametrize("back_after_s", [0.3, 60.0], ids=["late", "lost"])
 def test_a_process_ends_well_while_a_wait_ends(back_after_s: float) -> None:
     """torch would end the process with SIGABRT if the wait ended while the interpreter does."""
-    done = subprocess.run(
-        [sys.executable, "-c", ENDS_MEANWHILE, str(back_after_s)],
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = run(ENDS_MEANWHILE, str(back_after_s))
     assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr
 
 
@@ -67,15 +65,7 @@ def test_a_rank_ends_as_its_script_does_though_a_lost_thread_comes_back(
     ending: str, code: int, words: str, tmp_path: Path
 ) -> None:
     """While the interpreter would end: later than anybody waits for it."""
-    done = subprocess.run(
-        [sys.executable, "-c", AS_A_RANK, "0.8", ending],
-        check=False,
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = run(AS_A_RANK, "0.8", ending, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (code, "alive\nhandled\n"), done.stderr
     assert words in done.stderr
     assert (tmp_path / "left_open").read_text() == "flushed"

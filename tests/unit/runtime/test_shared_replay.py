@@ -80,7 +80,7 @@ def test_more_ranks_than_make_it_quicker_stay_out(store: Any, monkeypatch: pytes
     same_parameters(both.owner, single)
 
 
-def test_another_result_is_refused(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_result_is_refused(store: Any) -> None:
     _, log = logged(1, store, ScheduleGPipe, 4)
     checked = replay_helper.VerifyingCapture({"s1.F": log.digests("s1.F", 0, cancelled=never)})
     key = RecordKey(STEPS.start, 0, 512)

@@ -55,14 +55,15 @@ class Nobody:
 Asks = Callable[[Any, torch.Tensor], Sequence[torch.Tensor]]
 
 
-def reduced(group: Any, own: torch.Tensor) -> Sequence[torch.Tensor]:
-    group.all_reduce(own, torch.add)
-    return [own]
+def in_place(name: str, *more: Any) -> Asks:
+    def asks(group: Any, own: torch.Tensor) -> Sequence[torch.Tensor]:
+        getattr(group, name)(own, *more)
+        return [own]
+
+    return asks
 
 
-def summed(group: Any, own: torch.Tensor) -> Sequence[torch.Tensor]:
-    group.unordered_sum(own)
-    return [own]
+reduced, summed, told = in_place("all_reduce", torch.add), in_place("unordered_sum"), in_place("broadcast", 1)
 
 
 def scattered(group: Any, own: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -81,11 +82,6 @@ def exchanged(group: Any, own: torch.Tensor) -> Sequence[torch.Tensor]:
     incoming = [torch.empty_like(own) for _ in range(2)]
     group.all_to_all(incoming, [own, own * 2])
     return incoming
-
-
-def told(group: Any, own: torch.Tensor) -> Sequence[torch.Tensor]:
-    group.broadcast(own, 1)
-    return [own]
 
 
 def voted(group: Any, own: torch.Tensor) -> Sequence[torch.Tensor]:

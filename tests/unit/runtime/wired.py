@@ -51,12 +51,8 @@ def updates_of(
     cut_step: CutStep | None = None,
     channel: Any = None,
     vote: Any = ignored,
-    before_update: Any = ignored,
-    before_reduction: Any = ignored,
-    reduced: Any = ignored,
-    unreduced: Any = ignored,
 ) -> Updates:
-    """`vote`, `before_update`, `before_reduction`, `reduced`, `unreduced`: called by the updates."""
+    """`vote`: called by the updates."""
     updates = Updates(
         config or SessionConfig(),
         reducer,
@@ -65,15 +61,15 @@ def updates_of(
         channel=channel or Still(rank),
         votes=reducer is not None,
     )
-    updates.vote, updates.before_update, updates.unreduced = vote, before_update, unreduced
-    updates.before_reduction, updates.reduced = before_reduction, reduced
+    updates.vote, updates.before_update, updates.unreduced = vote, ignored, ignored
+    updates.before_reduction = updates.reduced = ignored
     return updates
 
 
-def channel_of(rank: int = 0, ranks: int = 4, seed: int = 3, store: Any = None) -> Channel:
+def channel_of(rank: int = 0, ranks: int = 4, store: Any = None) -> Channel:
     """A channel of a pipeline of `ranks`. `store`: returns the store for shapes."""
     faults = FaultInjector(rank)
-    return Channel(rank, Assignment.grid(ranks), seed, faults, store, ignored, ignored, RecoveryGroups())
+    return Channel(rank, Assignment.grid(ranks), 3, faults, store, ignored, ignored, RecoveryGroups())
 
 
 def session_of_nothing() -> Session:
@@ -98,15 +94,15 @@ class Unrecorded(Participant):
         return False
 
 
-def step_of(number: int = 0, *, replaying: bool = False, due: bool = False, by_all: bool = True) -> Step:
+def step_of(number: int = 0, *, due: bool = False) -> Step:
     return Step(
         number=number,
-        replaying=replaying,
+        replaying=False,
         due=due,
         train=ignored,
         drop=ignored,
         wait_vote=ignored,
-        by_all=by_all,
+        by_all=True,
     )
 
 
@@ -137,10 +133,8 @@ def site_of(
     )
 
 
-def engine_of(
-    rank: int, config: SessionConfig, *, member: Any, channel: Any, state: Any, store: Any = None
-) -> Engine:
-    site = site_of(rank, config, member=member, channel=channel, state=state, store=store)
+def engine_of(rank: int, config: SessionConfig, *, member: Any, channel: Any, state: Any) -> Engine:
+    site = site_of(rank, config, member=member, channel=channel, state=state)
     recording, lines = cast(Any, Unrecorded()), Lines(Path(os.devnull))
     log = OwnLog(site)
     saving = Saving(site, recording)
