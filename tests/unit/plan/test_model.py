@@ -38,6 +38,16 @@ def test_by_hand() -> None:
     assert found.down_s == pytest.approx(11.5)
 
 
+def test_a_slow_log_is_what_a_replay_waits_for() -> None:
+    """A group reads activations on its left and gradients on its right, not what it sends itself."""
+    model = CostModel(
+        profile(forward_bytes=(100, 200, 300), backward_bytes=(10, 20, 30), log_read_bytes_per_s=5.0)
+    )
+    assert model.replay_step_s[1, 2] == (100 + 20) / 5
+    assert model.replay_step_s[0, 1] == 12.0  # 10 bytes are there in 2 s
+    assert model.replay_step_s[3, 4] == 300 / 5
+
+
 def test_a_measured_step_replaces_the_formula_of_the_schedule() -> None:
     model = CostModel(profile(step_s=40.0))
     assert model.step_s == 40.0
