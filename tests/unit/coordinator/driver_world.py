@@ -1,7 +1,6 @@
 """A driver, log servers in memory, a clock that a test moves, and a job of one rank."""
 
 import asyncio
-import inspect
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
@@ -19,12 +18,11 @@ from swift_ft_services.coordinator.job_record import LogServer
 from swift_ft_services.coordinator.log_calls import LogServers
 from swift_ft_services.coordinator.store import MetadataStore
 from swift_ft_services.coordinator.timeouts import Timing
-from tests.memory_store import MemoryStore
 
 PATIENCE_S = 20.0
-
-
+SERVERS = ("l0", "l1")
 _drivers: list[Driver] = []
+DEATH = pb.ExitRequest(rank=0, incarnation="a", pid=1, exit_code=-9)
 
 
 class FakeLogs(LogServers):
@@ -113,7 +111,7 @@ class FakeClock:
 async def driver_of(
     logs: FakeLogs,
     store: MetadataStore,
-    servers: tuple[str, ...] = ("l0", "l1"),
+    servers: tuple[str, ...] = SERVERS,
     copies: int = 1,
     timing: Timing = Timing(),  # noqa: B008  (it is immutable)
     **more: Any,
@@ -158,24 +156,23 @@ async def run_to_running(driver: Driver) -> None:
     await view_with(driver, lambda view: view.state == pb.RUNNING)
 
 
-def scenario(test: Callable[..., Awaitable[None]]) -> Callable[[], None]:
-    """A test on a loop. It is given what its parameters name: `logs`, `store`, and `driver`, whose job "j" runs. All
-    drivers are stopped after it."""
+async def lose_rank_0(driver: Driver) -> None:
+    """Another process joins in its place."""
+    await driver.apply("j", DEATH)
+    await driver.join("j", join(incarnation="b"))
 
-    async def prepared() -> None:
-        there: dict[str, object] = {"logs": FakeLogs(), "store": MemoryStore()}
-        wanted = inspect.signature(test).parameters
-        try:
-            if "driver" in wanted:
-                there["driver"] = driver = await driver_of(there["logs"], there["store"])  # type: ignore[arg-type]
-                await run_to_running(driver)
-            await test(**{name: there[name] for name in wanted})
-        finally:
-            while _drivers:
-                _drivers.pop().stop()
 
-    def run() -> None:
-        asyncio.run(prepared())
+async def running(logs: FakeLogs, store: MetadataStore, *servers: str, **options: Any) -> Driver:
+    """A driver whose job "j" runs. Options as of `driver_of`."""
+    driver = await driver_of(logs, store, servers or SERVERS, **options)
+    await run_to_running(driver)
+    return driver
 
-    run.__name__ = test.__name__
-    return run
+
+async def stopping_drivers(test: Awaitable[None]) -> None:
+    """All that the test has made are stopped after it."""
+    try:
+        await test
+    finally:
+        while _drivers:
+            _drivers.pop().stop()

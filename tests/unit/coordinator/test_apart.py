@@ -20,6 +20,7 @@ from swift_ft_services.coordinator.service import Servicer, problem_of
 from swift_ft_services.coordinator.views import FENCED_SHOWN, view_of
 from tests.memory_store import MemoryStore
 from tests.unit.coordinator.driver_world import (
+    DEATH,
     Aborted,
     Caller,
     FakeClock,
@@ -27,15 +28,13 @@ from tests.unit.coordinator.driver_world import (
     driver_of,
     join,
     run_to_running,
-    scenario,
+    running,
     sender,
     until,
     view_with,
 )
 from tests.unit.coordinator.rows import encode
 from tests.unit.coordinator.test_parts import row
-
-DEATH = pb.ExitRequest(rank=0, incarnation="a", pid=1, exit_code=-9)
 
 
 def broken(*_args: object, **_named: object) -> Any:
@@ -51,7 +50,6 @@ async def state_of(driver: Driver, name: str = "j") -> str:
     return pb.State.Name((await driver.status(name)).view.state)
 
 
-@scenario
 async def test_after_an_error_a_job_goes_on_from_what_is_durable(driver: Driver, store: MemoryStore) -> None:
     await driver.join("other", join())
     before = driver._jobs["other"]
@@ -69,7 +67,6 @@ async def test_after_an_error_a_job_goes_on_from_what_is_durable(driver: Driver,
     assert not driver.failed.done()
 
 
-@scenario
 async def test_what_was_said_in_the_turn_of_an_error_is_taken_back(driver: Driver) -> None:
     await driver.join("other", join())
     driver._jobs["j"].become_fencing = broken  # type: ignore[method-assign]
@@ -86,11 +83,10 @@ async def test_what_was_said_in_the_turn_of_an_error_is_taken_back(driver: Drive
     assert list((await driver.status("j")).view.checkpoints) == [0, 5]
 
 
-@scenario
-async def test_a_job_with_one_error_after_the_other_is_set_apart(logs: FakeLogs, store: MemoryStore) -> None:
-    clock = FakeClock()
-    driver = await driver_of(logs, store, clock=clock)
-    await run_to_running(driver)
+async def test_a_job_with_one_error_after_the_other_is_set_apart(
+    logs: FakeLogs, store: MemoryStore, clock: FakeClock
+) -> None:
+    driver = await running(logs, store, clock=clock)
     await driver.join("other", join())
     watched: list[pb.View] = []
 
@@ -122,13 +118,10 @@ async def test_a_job_with_one_error_after_the_other_is_set_apart(logs: FakeLogs,
     assert await state_of(again) == "RUNNING"
 
 
-@scenario
 async def test_errors_that_are_far_from_each_other_set_nothing_apart(
-    logs: FakeLogs, store: MemoryStore
+    logs: FakeLogs, store: MemoryStore, clock: FakeClock
 ) -> None:
-    clock = FakeClock()
-    driver = await driver_of(logs, store, clock=clock)
-    await run_to_running(driver)
+    driver = await running(logs, store, clock=clock)
     with pytest.MonkeyPatch.context() as bug:
         bug.setattr(core.Job, "become_fencing", broken)
         for _ in range(2 * ERRORS_MAX):
@@ -138,7 +131,6 @@ async def test_errors_that_are_far_from_each_other_set_nothing_apart(
     assert await state_of(driver) == "RUNNING"
 
 
-@scenario
 async def test_a_tick_that_fails_for_one_job_is_one_for_the_others(driver: Driver) -> None:
     await driver.join("a", join())
     await driver.join("z", join())
@@ -153,7 +145,6 @@ async def test_a_tick_that_fails_for_one_job_is_one_for_the_others(driver: Drive
     assert not driver.failed.done()
 
 
-@scenario
 async def test_an_error_while_log_servers_are_asked_is_the_jobs_own(
     logs: FakeLogs, store: MemoryStore
 ) -> None:
@@ -171,7 +162,6 @@ async def test_an_error_while_log_servers_are_asked_is_the_jobs_own(
     assert not driver.failed.done()
 
 
-@scenario
 async def test_whoever_speaks_in_the_turn_behind_an_error_of_a_question_is_to_say_it_again(
     driver: Driver,
 ) -> None:
@@ -181,7 +171,6 @@ async def test_whoever_speaks_in_the_turn_behind_an_error_of_a_question_is_to_sa
     assert await state_of(driver) == "RUNNING"
 
 
-@scenario
 async def test_while_a_job_is_read_again_it_is_neither_unknown_nor_without_a_generation(
     driver: Driver, store: MemoryStore
 ) -> None:
@@ -205,7 +194,6 @@ async def test_while_a_job_is_read_again_it_is_neither_unknown_nor_without_a_gen
     assert driver.sharing("j", pb.ShareRequest(**sender(), generation=1)) is not None
 
 
-@scenario
 async def test_a_job_that_cannot_be_shown_is_set_apart_at_the_start(
     logs: FakeLogs, store: MemoryStore
 ) -> None:
@@ -224,29 +212,20 @@ async def test_a_job_that_cannot_be_shown_is_set_apart_at_the_start(
     ("call", "request_"),
     [
         ("Heartbeat", pb.HeartbeatRequest(version=STEP_MAX + 1)),
-        (
-            "Heartbeat",
-            pb.HeartbeatRequest(unsaved=pb.UnsavedCheckpoint(version=STEP_MAX + 1)),
-        ),
-        (
-            "Report",
-            pb.ReportRequest(snapshots=[pb.HeldSnapshot(version=STEP_MAX + 1)]),
-        ),
+        ("Heartbeat", pb.HeartbeatRequest(unsaved=pb.UnsavedCheckpoint(version=STEP_MAX + 1))),
+        ("Report", pb.ReportRequest(snapshots=[pb.HeldSnapshot(version=STEP_MAX + 1)])),
         ("AskCheckpoint", pb.AskCheckpointRequest(generation=1, after_version=(1 << 64) - 1)),
         ("CheckpointDurable", pb.CheckpointRequest(version=(1 << 64) - 1)),
         ("Finish", pb.FinishRequest(version=1, num_steps=(1 << 64) - 1)),
     ],
 )
-def test_a_number_from_which_nobody_can_count_on_is_refused(call: str, request_: Any) -> None:
+async def test_a_number_from_which_nobody_can_count_on_is_refused(
+    call: str, request_: Any, driver: Driver
+) -> None:
     request_.job, request_.rank, request_.incarnation = "j", 0, "a"
-
-    @scenario
-    async def test(driver: Driver) -> None:
-        said: Any = Caller()
-        with pytest.raises(Aborted, match=rf"numbers go up to {STEP_MAX}"):
-            await getattr(Servicer(driver), call)(request_, said)
-
-    test()
+    said: Any = Caller()
+    with pytest.raises(Aborted, match=rf"numbers go up to {STEP_MAX}"):
+        await getattr(Servicer(driver), call)(request_, said)
 
 
 def test_all_bits_may_be_voted_with() -> None:
@@ -256,7 +235,6 @@ def test_all_bits_may_be_voted_with() -> None:
     assert problem_of(vote) == f"number {STEP_MAX + 1}: numbers go up to {STEP_MAX}"
 
 
-@scenario
 async def test_a_new_start_forgets_who_was_given_up(driver: Driver) -> None:
     job = driver._jobs["j"].row
     await driver.apply("j", pb.FailRequest(reason="boom"))
@@ -265,7 +243,6 @@ async def test_a_new_start_forgets_who_was_given_up(driver: Driver) -> None:
     assert (job.given_up, job.unlogged_below) == ([], None)
 
 
-@scenario
 async def test_a_checkpoint_is_asked_for_behind_the_last_number(driver: Driver) -> None:
     caller: Any = Caller()
     ask = pb.AskCheckpointRequest(job="j", incarnation="a", generation=1, after_version=STEP_MAX, reason="r")
@@ -289,49 +266,41 @@ BAD = [
 
 
 @pytest.mark.parametrize(("config", "words"), BAD)
-def test_a_configuration_that_cannot_be_is_refused_at_the_first_join_and_at_a_new_start(
-    config: dict[str, str], words: str
+async def test_a_configuration_that_cannot_be_is_refused_at_the_first_join_and_at_a_new_start(
+    config: dict[str, str], words: str, logs: FakeLogs, store: MemoryStore
 ) -> None:
-    @scenario
-    async def test(logs: FakeLogs, store: MemoryStore) -> None:
-        driver = await driver_of(logs, store)
-        bad = join(world_size=4, config=config)
-        with pytest.raises(Refusal, match=words):
-            await driver.join("j", bad)
-        good = {key: "1" for key in config if key in ("replicas", "shards")}
-        await driver.join("j", join(world_size=4, config=good, run="r1"))
-        await driver.apply("j", pb.FailRequest(reason="boom"))
-        before = encode(driver._jobs["j"].row)
-        with pytest.raises(Refusal):
-            await driver.join("j", join(incarnation="b", world_size=4, config=config, run="r2"))
-        assert encode(driver._jobs["j"].row) == before
-
-    test()
+    driver = await driver_of(logs, store)
+    bad = join(world_size=4, config=config)
+    with pytest.raises(Refusal, match=words):
+        await driver.join("j", bad)
+    good = {key: "1" for key in config if key in ("replicas", "shards")}
+    await driver.join("j", join(world_size=4, config=good, run="r1"))
+    await driver.apply("j", pb.FailRequest(reason="boom"))
+    before = encode(driver._jobs["j"].row)
+    with pytest.raises(Refusal):
+        await driver.join("j", join(incarnation="b", world_size=4, config=config, run="r2"))
+    assert encode(driver._jobs["j"].row) == before
 
 
 @pytest.mark.parametrize("strategy", ["auto", "shrink", "adaptive", "rollback"])
-def test_a_job_that_does_not_say_how_many_replicas_it_has_has_one(strategy: str) -> None:
-    @scenario
-    async def test(logs: FakeLogs, store: MemoryStore) -> None:
-        clock = FakeClock()
-        driver = await driver_of(logs, store, clock=clock)
-        config = {"strategy": strategy, "lost_shard": "reroute"}
-        await driver.join("j", join(config=config))
-        await driver.apply("j", pb.CheckpointRequest(**sender(), version=0, generation=0))
-        ready = pb.ReadyRequest(**sender(), generation=1, version=0, stages=(0,), num_stages=1)
-        await driver.apply("j", ready)
-        await view_with(driver, lambda view: view.state == pb.RUNNING)
-        await driver.apply("j", DEATH)
-        for _ in range(5):
-            clock.now += 30.0
-            await driver.tick()
-        assert not driver.failed.done()
-        assert "j" not in driver.apart
-
-    test()
+async def test_a_job_that_does_not_say_how_many_replicas_it_has_has_one(
+    strategy: str, logs: FakeLogs, store: MemoryStore, clock: FakeClock
+) -> None:
+    driver = await driver_of(logs, store, clock=clock)
+    config = {"strategy": strategy, "lost_shard": "reroute"}
+    await driver.join("j", join(config=config))
+    await driver.apply("j", pb.CheckpointRequest(**sender(), version=0, generation=0))
+    ready = pb.ReadyRequest(**sender(), generation=1, version=0, stages=(0,), num_stages=1)
+    await driver.apply("j", ready)
+    await view_with(driver, lambda view: view.state == pb.RUNNING)
+    await driver.apply("j", DEATH)
+    for _ in range(5):
+        clock.now += 30.0
+        await driver.tick()
+    assert not driver.failed.done()
+    assert "j" not in driver.apart
 
 
-@scenario
 async def test_a_process_of_before_cannot_start_the_job_again(driver: Driver) -> None:
     await driver.apply("j", pb.FailRequest(reason="boom"))
     before = encode(driver._jobs["j"].row)
@@ -340,7 +309,6 @@ async def test_a_process_of_before_cannot_start_the_job_again(driver: Driver) ->
     assert encode(driver._jobs["j"].row) == before
 
 
-@scenario
 async def test_a_job_whose_stages_do_not_fit_begins_anew(logs: FakeLogs, store: MemoryStore) -> None:
     """All have saved their first checkpoint by the time that it shows: a mended script has other stages."""
     driver = await driver_of(logs, store)
@@ -366,7 +334,6 @@ async def test_a_job_whose_stages_do_not_fit_begins_anew(logs: FakeLogs, store: 
     assert "j" not in driver.apart
 
 
-@scenario
 async def test_a_communicators_groups_are_built_once(logs: FakeLogs, store: MemoryStore) -> None:
     driver = await driver_of(logs, store)
     await driver.join("j", join(config={"communicator": "1"}))

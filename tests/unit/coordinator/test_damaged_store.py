@@ -20,16 +20,7 @@ from swift_ft_services.coordinator.driver import Apart, JobApart
 from swift_ft_services.coordinator.job_record import ROOT, JobRow, by_job, decode
 from swift_ft_services.coordinator.service import Servicer
 from swift_ft_services.coordinator.store import SqliteStore, StoreFailed
-from tests.unit.coordinator.driver_world import (
-    Aborted,
-    Caller,
-    FakeLogs,
-    driver_of,
-    join,
-    run_to_running,
-    scenario,
-    sender,
-)
+from tests.unit.coordinator.driver_world import Aborted, Caller, FakeLogs, driver_of, join, running, sender
 
 FILE = "coordinator.sqlite"
 LOG = f"{FILE}-wal"
@@ -51,12 +42,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     `older`, of before."""
     at = tmp_path_factory.mktemp("base")
 
-    @scenario
-    async def fill(logs: FakeLogs) -> None:
+    async def fill() -> None:
+        logs = FakeLogs()
         (at / "meta").mkdir()
         store = await held(at / "meta")
-        driver = await driver_of(logs, store)
-        await run_to_running(driver)
+        driver = await running(logs, store)
         driver.stop()
         await store.close()
         shutil.copytree(at / "meta", at / "older")
@@ -70,7 +60,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(at / "meta", at / "killed")
         await store.close()
 
-    fill()
+    asyncio.run(fill())
     return at
 
 
@@ -347,41 +337,36 @@ def test_every_bit_of_a_row_counts(base: Path, tmp_path: Path) -> None:
         assert row is None or row == whole
 
 
-def test_one_damaged_row_is_that_jobs_trouble(base: Path, tmp_path: Path) -> None:
+async def test_one_damaged_row_is_that_jobs_trouble(base: Path, tmp_path: Path, logs: FakeLogs) -> None:
     shutil.copytree(base / "killed", tmp_path / "meta")
     path = tmp_path / "meta" / FILE
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
         db.execute("UPDATE rows SET value = replace(value, ' 1', ' 2') WHERE key = 'jobs/j/generation'")
         (count,) = db.execute("SELECT changes()").fetchone()
         assert count == 1
-
-    @scenario
-    async def served(logs: FakeLogs) -> None:
-        store = await held(path.parent)
-        driver = await driver_of(logs, store)
-        assert (await driver.status("k")).view.job == "k"
-        for call in (
-            lambda: driver.apply("j", m.Tick()),
-            lambda: driver.join("j", join()),
-            lambda: driver.status("j"),
+    store = await held(path.parent)
+    driver = await driver_of(logs, store)
+    assert (await driver.status("k")).view.job == "k"
+    for call in (
+        lambda: driver.apply("j", m.Tick()),
+        lambda: driver.join("j", join()),
+        lambda: driver.status("j"),
+    ):
+        with pytest.raises(
+            JobApart,
+            match=r"the checksum of jobs/j/generation does not match.*put a copy of the whole directory",
         ):
-            with pytest.raises(
-                JobApart,
-                match=r"the checksum of jobs/j/generation does not match.*put a copy of the whole directory",
-            ):
-                await call()
-        listed = {job.job: job.reason for job in (await driver.jobs(lambda _: True)).jobs}
-        assert "is set apart" in listed["j"]
-        assert listed["k"] == ""
-        servicer = Servicer(driver)
-        with pytest.raises(Aborted, match="is set apart"):
-            await servicer.Status(pb.StatusRequest(job="j"), Caller())  # type: ignore[arg-type]
-        with pytest.raises(Aborted, match="is set apart"):
-            await anext(servicer.Watch(pb.WatchRequest(job="j"), Caller()))  # type: ignore[arg-type]
-        driver.stop()
-        await store.close()
-
-    served()
+            await call()
+    listed = {job.job: job.reason for job in (await driver.jobs(lambda _: True)).jobs}
+    assert "is set apart" in listed["j"]
+    assert listed["k"] == ""
+    servicer = Servicer(driver)
+    with pytest.raises(Aborted, match="is set apart"):
+        await servicer.Status(pb.StatusRequest(job="j"), Caller())  # type: ignore[arg-type]
+    with pytest.raises(Aborted, match="is set apart"):
+        await anext(servicer.Watch(pb.WatchRequest(job="j"), Caller()))  # type: ignore[arg-type]
+    driver.stop()
+    await store.close()
 
 
 @pytest.mark.parametrize("name", [ACKNOWLEDGED, FILE, LOG, f"{FILE}-shm"])

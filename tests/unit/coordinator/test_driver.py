@@ -14,31 +14,30 @@ from swift_ft_services.coordinator import driver as published_module
 from swift_ft_services.coordinator import log_calls
 from swift_ft_services.coordinator.driver import Driver, JobApart, NoSuchJob
 from swift_ft_services.coordinator.job_record import row_key
-from swift_ft_services.coordinator.log_calls import (
-    Unavailable,
-)
+from swift_ft_services.coordinator.log_calls import Unavailable
 from swift_ft_services.coordinator.log_placement import EMPTIED_WHEN_NEW
 from swift_ft_services.coordinator.store import StoreConflict, StoreFailed
 from swift_ft_services.coordinator.timeouts import Timing
 from tests.memory_store import MemoryStore
 from tests.unit.coordinator.driver_world import (
+    DEATH,
     PATIENCE_S,
     FakeClock,
     FakeLogs,
     driver_of,
     join,
+    lose_rank_0,
     run_to_running,
-    scenario,
+    running,
     sender,
     until,
     view_with,
 )
 
 
-@scenario
 async def test_every_log_server_is_fenced_before_planning(driver: Driver, logs: FakeLogs) -> None:
     logs.troubles["l1"] = LogUnavailable("connection refused")
-    await driver.apply("j", pb.ExitRequest(rank=0, incarnation="a", pid=1, exit_code=-9))
+    await driver.apply("j", DEATH)
     view = await view_with(driver, lambda view: "connection refused" in view.waiting_for)
     assert view.state == pb.FENCING
     assert "log server l1: connection refused" in view.waiting_for
@@ -51,11 +50,9 @@ async def test_every_log_server_is_fenced_before_planning(driver: Driver, logs: 
     assert "connection refused" not in view.waiting_for
 
 
-@scenario
 async def test_a_newer_generation_does_not_wait_for_the_older_fence(driver: Driver, logs: FakeLogs) -> None:
     logs.gate.clear()  # calls hang
-    await driver.apply("j", pb.ExitRequest(rank=0, incarnation="a", pid=1, exit_code=-9))
-    await driver.join("j", join(incarnation="b"))
+    await lose_rank_0(driver)
 
     def fences() -> list[object]:
         return [call[3] for call in logs.calls if call[0] == "fence"]
@@ -73,7 +70,6 @@ async def asks_no_more(driver: Driver) -> None:
     await until(lambda: not driver._questions._tasks)
 
 
-@scenario
 async def test_a_job_that_is_over_asks_its_log_servers_for_nothing(
     logs: FakeLogs, store: MemoryStore
 ) -> None:
@@ -87,10 +83,8 @@ async def test_a_job_that_is_over_asks_its_log_servers_for_nothing(
     assert (await driver.status("j")).view.reason == "given up"
 
 
-@scenario
 async def test_a_log_server_that_is_given_up_is_asked_for_nothing(driver: Driver, logs: FakeLogs) -> None:
-    await driver.apply("j", pb.ExitRequest(rank=0, incarnation="a", pid=1, exit_code=-9))
-    await driver.join("j", join(incarnation="b"))
+    await lose_rank_0(driver)
     await view_with(driver, lambda view: view.state == pb.PLANNING)
     logs.troubles["l1"] = LogUnavailable("connection refused")
     await driver.apply("j", pb.ReportRequest(**sender("b"), generation=2))
@@ -100,7 +94,6 @@ async def test_a_log_server_that_is_given_up_is_asked_for_nothing(driver: Driver
     await asks_no_more(driver)
 
 
-@scenario
 async def test_a_log_server_that_is_ahead_fails_the_job(logs: FakeLogs, store: MemoryStore) -> None:
     logs.troubles["l1"] = StaleGeneration("l1 holds generation 9")
     driver = await driver_of(logs, store)
@@ -113,12 +106,6 @@ async def test_a_log_server_that_is_ahead_fails_the_job(logs: FakeLogs, store: M
     assert not driver.failed.done()
 
 
-async def lose_rank_0(driver: Driver) -> None:
-    await driver.apply("j", pb.ExitRequest(rank=0, incarnation="a", pid=1, exit_code=-9))
-    await driver.join("j", join(incarnation="b"))
-
-
-@scenario
 async def test_a_log_server_that_has_set_the_job_apart_is_done_without(
     driver: Driver, logs: FakeLogs
 ) -> None:
@@ -130,19 +117,16 @@ async def test_a_log_server_that_has_set_the_job_apart_is_done_without(
     assert ("fence", "l1", "j", view.generation) not in logs.calls
 
 
-@scenario
 async def test_the_last_log_server_that_has_set_the_job_apart_ends_it(
     logs: FakeLogs, store: MemoryStore
 ) -> None:
-    driver = await driver_of(logs, store, servers=("l0",))
-    await run_to_running(driver)
+    driver = await running(logs, store, "l0")
     logs.troubles["l0"] = JobSetApart("job j is set apart")
     await lose_rank_0(driver)
     view = await view_with(driver, lambda view: view.state == pb.FAILED)
     assert view.reason == "log server l0: job j is set apart"
 
 
-@scenario
 async def test_a_log_server_that_answers_with_nothing_but_errors_is_not_asked_for_ever(
     driver: Driver, logs: FakeLogs
 ) -> None:
@@ -157,10 +141,8 @@ async def test_a_log_server_that_answers_with_nothing_but_errors_is_not_asked_fo
     assert "log server l1: INTERNAL: a bug (3 times in a row)" in view.reason
 
 
-@scenario
 async def test_a_fall_back_empties_the_logs_first(driver: Driver, logs: FakeLogs) -> None:
-    await driver.apply("j", pb.ExitRequest(rank=0, incarnation="a", pid=1, exit_code=-9))
-    await driver.join("j", join(incarnation="b"))
+    await lose_rank_0(driver)
     await view_with(driver, lambda view: view.state == pb.PLANNING)
     logs.calls.clear()
     await driver.apply("j", pb.ReportRequest(**sender("b"), generation=2))
@@ -176,7 +158,6 @@ async def test_a_fall_back_empties_the_logs_first(driver: Driver, logs: FakeLogs
     ]
 
 
-@scenario
 async def test_a_trim_ends_before_a_reset(logs: FakeLogs, store: MemoryStore) -> None:
     """All may have gone back to a checkpoint before the one that it was for."""
     answers = threading.Event()
@@ -185,8 +166,7 @@ async def test_a_trim_ends_before_a_reset(logs: FakeLogs, store: MemoryStore) ->
         logs.calls.append(("trim", address, job, below_step, generation))
         answers.wait(10)
 
-    driver = await driver_of(logs, store)
-    await run_to_running(driver)
+    driver = await running(logs, store)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logs, "trim", trim)
         await driver.apply("j", pb.CheckpointRequest(**sender(), version=5, generation=0))
@@ -201,7 +181,6 @@ async def test_a_trim_ends_before_a_reset(logs: FakeLogs, store: MemoryStore) ->
         answers.set()
 
 
-@scenario
 async def test_a_trim_that_fails_blocks_nothing_and_the_next_one_makes_up_for_it(
     driver: Driver, logs: FakeLogs
 ) -> None:
@@ -216,52 +195,46 @@ async def test_a_trim_that_fails_blocks_nothing_and_the_next_one_makes_up_for_it
 
 
 @pytest.mark.parametrize("error", [StoreFailed("disk is full"), StoreConflict("taken over")])
-def test_a_store_that_fails_or_is_taken_over_ends_the_coordinator(error: Exception) -> None:
-    @scenario
-    async def test(driver: Driver, store: MemoryStore) -> None:
+async def test_a_store_that_fails_or_is_taken_over_ends_the_coordinator(
+    error: Exception, driver: Driver, store: MemoryStore
+) -> None:
+    async def commit(*_: object) -> None:
+        raise error
 
-        async def commit(*_: object) -> None:
-            raise error
-
-        shown = await view_with(driver, lambda _: True)
-        store.commit = commit  # type: ignore[method-assign]
-        with pytest.raises(Unavailable, match=str(error)):
-            await driver.apply("j", pb.ExitRequest(rank=0, incarnation="a", pid=1, exit_code=-9))
-        assert str(error) in driver.failed.result()
-        # Memory is ahead of the disk now, so nothing more is said.
-        assert (await view_with(driver, lambda _: True)) == shown
-        with pytest.raises(Unavailable):
-            await driver.apply("j", pb.HeartbeatRequest(**sender(), version=1))
-
-    test()
+    shown = await view_with(driver, lambda _: True)
+    store.commit = commit  # type: ignore[method-assign]
+    with pytest.raises(Unavailable, match=str(error)):
+        await driver.apply("j", DEATH)
+    assert str(error) in driver.failed.result()
+    # Memory is ahead of the disk now, so nothing more is said.
+    assert (await view_with(driver, lambda _: True)) == shown
+    with pytest.raises(Unavailable):
+        await driver.apply("j", pb.HeartbeatRequest(**sender(), version=1))
 
 
-def test_a_poll_that_answers_after_the_store_has_failed_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
-    @scenario
-    async def test(driver: Driver, logs: FakeLogs, store: MemoryStore) -> None:
-        async def commit(*_: object) -> None:
-            raise StoreFailed("disk is full")
+async def test_a_poll_that_answers_after_the_store_has_failed_is_no_error(
+    driver: Driver, logs: FakeLogs, store: MemoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def commit(*_: object) -> None:
+        raise StoreFailed("disk is full")
 
-        await until(lambda: not driver._questions.under_way("j", "fence"))
-        logs.gate.clear()
-        await driver.tick()
-        await until(lambda: {("space", "l0", "j", 1), ("space", "l1", "j", 1)} <= set(logs.calls))
-        store.commit = commit  # type: ignore[method-assign]
-        with pytest.raises(Unavailable):
-            await driver.apply("j", pb.ExitRequest(rank=0, incarnation="a", pid=1, exit_code=-9))
-        logs.gate.set()
-        await until(lambda: not driver._questions.under_way("j", "space"))
-
-    test()
+    await until(lambda: not driver._questions.under_way("j", "fence"))
+    logs.gate.clear()
+    await driver.tick()
+    await until(lambda: {("space", "l0", "j", 1), ("space", "l1", "j", 1)} <= set(logs.calls))
+    store.commit = commit  # type: ignore[method-assign]
+    with pytest.raises(Unavailable):
+        await driver.apply("j", DEATH)
+    logs.gate.set()
+    await until(lambda: not driver._questions.under_way("j", "space"))
+    driver.stop()
     assert not caplog.records
 
 
-@scenario
 async def test_a_restart_goes_on_with_the_same_log_servers_elsewhere(
     logs: FakeLogs, store: MemoryStore
 ) -> None:
-    first = await driver_of(logs, store)
-    await run_to_running(first)
+    first = await running(logs, store)
     first.stop()
     with pytest.raises(UsageError, match="names l0, job j is kept on l0,l1"):
         await driver_of(logs, store, ("l0",))
@@ -269,7 +242,6 @@ async def test_a_restart_goes_on_with_the_same_log_servers_elsewhere(
     assert list((await view_with(moved, lambda _: True)).log_servers) == ["l2", "l3"]
 
 
-@scenario
 async def test_a_row_that_cannot_be_read_is_named(logs: FakeLogs, store: MemoryStore) -> None:
     await store.commit({row_key("j"): "{}"})
     driver = await driver_of(logs, store)
@@ -277,7 +249,6 @@ async def test_a_row_that_cannot_be_read_is_named(logs: FakeLogs, store: MemoryS
         await driver.apply("j", m.Tick())
 
 
-@scenario
 async def test_jobs_do_not_mix(driver: Driver) -> None:
     await driver.join("k", join())
     await driver.apply("k", pb.FailRequest(reason="of k alone"))
@@ -287,11 +258,9 @@ async def test_jobs_do_not_mix(driver: Driver) -> None:
         await driver.apply("l", m.Tick())
 
 
-@scenario
 async def test_a_log_that_runs_full_makes_an_early_checkpoint(logs: FakeLogs, store: MemoryStore) -> None:
     timing = Timing(heartbeat_s=0.05, lease_s=30.0, step_bound_s=60.0)
-    driver = await driver_of(logs, store, timing=timing)
-    await run_to_running(driver)
+    driver = await running(logs, store, timing=timing)
     ticks = asyncio.create_task(driver.run_ticks())
     logs.troubles["l0"] = LogUnavailable("connection refused")  # nothing waits for it
     logs.spaces["l1"] = JobStatus(wants_checkpoint="job j keeps 9 bytes of the 10 that it may")
@@ -310,7 +279,6 @@ async def test_a_log_that_runs_full_makes_an_early_checkpoint(logs: FakeLogs, st
     ticks.cancel()
 
 
-@scenario
 async def test_a_log_server_that_has_forgotten_the_job_begins_anew(
     logs: FakeLogs, store: MemoryStore
 ) -> None:
@@ -339,10 +307,8 @@ async def test_a_log_server_that_has_forgotten_the_job_begins_anew(
     assert driver.generation_of("j") == 2
 
 
-@scenario
 async def test_questions_about_space_that_hang_hold_up_no_fence(logs: FakeLogs, store: MemoryStore) -> None:
-    driver = await driver_of(logs, store, tuple(f"l{number}" for number in range(40)))
-    await run_to_running(driver)
+    driver = await running(logs, store, *(f"l{number}" for number in range(40)))
     hanging = threading.Event()
 
     def space(address: str, job: str, generation: int) -> JobStatus:
@@ -353,7 +319,7 @@ async def test_questions_about_space_that_hang_hold_up_no_fence(logs: FakeLogs, 
     logs.space = space  # type: ignore[method-assign]
     driver._look_at_logs(driver._jobs["j"])
     await asyncio.sleep(0.05)
-    await driver.apply("j", pb.ExitRequest(rank=0, incarnation="a", pid=1, exit_code=-9))
+    await driver.apply("j", DEATH)
     try:
         assert (await view_with(driver, lambda view: view.state == pb.PLANNING)).generation == 2
     finally:
@@ -361,12 +327,11 @@ async def test_questions_about_space_that_hang_hold_up_no_fence(logs: FakeLogs, 
         driver.stop()
 
 
-@scenario
 async def test_a_coordinator_that_stops_takes_no_command(driver: Driver) -> None:
     revision = driver._jobs["j"].row.revision
     driver.stop()
     with pytest.raises(Unavailable, match="shutting down"):
-        await driver.apply("j", pb.ExitRequest(rank=0, incarnation="a", pid=1, exit_code=-9))
+        await driver.apply("j", DEATH)
     with pytest.raises(Unavailable, match="shutting down"):
         await driver.join("k", join())
     for seen in driver.status("j"), driver.jobs(lambda _: True), driver.read_jobs(len):
@@ -377,13 +342,10 @@ async def test_a_coordinator_that_stops_takes_no_command(driver: Driver) -> None
     assert (driver._jobs["j"].row.revision, set(driver._jobs)) == (revision, {"j"})
 
 
-@scenario
 async def test_a_silent_log_server_is_lost_and_the_others_are_not_asked_about_it(
-    logs: FakeLogs, store: MemoryStore
+    logs: FakeLogs, store: MemoryStore, clock: FakeClock
 ) -> None:
-    clock = FakeClock()
-    driver = await driver_of(logs, store, clock=clock, copies=2)
-    await run_to_running(driver)
+    driver = await running(logs, store, clock=clock, copies=2)
     logs.troubles["l1"] = LogUnavailable("connection refused")
     async with asyncio.timeout(PATIENCE_S):
         while (await view_with(driver, lambda _: True)).generation == 1:
@@ -403,11 +365,8 @@ async def test_a_silent_log_server_is_lost_and_the_others_are_not_asked_about_it
     assert {call[1] for call in logs.calls} == {"l0"}
 
 
-@scenario
-async def test_none_is_lost_while_none_answers(logs: FakeLogs, store: MemoryStore) -> None:
-    clock = FakeClock()
-    driver = await driver_of(logs, store, clock=clock)
-    await run_to_running(driver)
+async def test_none_is_lost_while_none_answers(logs: FakeLogs, store: MemoryStore, clock: FakeClock) -> None:
+    driver = await running(logs, store, clock=clock)
     for address in ("l0", "l1"):
         logs.troubles[address] = LogUnavailable("connection refused")
     for _ in range(100):
@@ -419,25 +378,22 @@ async def test_none_is_lost_while_none_answers(logs: FakeLogs, store: MemoryStor
     assert (view.state, view.generation) == (pb.RUNNING, 1)
 
 
-@scenario
 async def test_a_log_server_that_comes_is_emptied_before_it_is_used(driver: Driver, logs: FakeLogs) -> None:
     await driver.apply("j", pb.ChangeLogServersRequest(add="l2", add_host="m2"))
     await view_with(driver, lambda view: view.state == pb.PLANNING)
     assert ("reset", "l2", "j", 2, EMPTIED_WHEN_NEW) in logs.calls
     assert ("fence", "l0", "j", 2) in logs.calls
     # Writers are sending to it by now: the next generation must not empty it again.
-    await driver.apply("j", pb.ExitRequest(rank=0, incarnation="a", pid=1, exit_code=-9))
+    await driver.apply("j", DEATH)
     await view_with(driver, lambda view: view.state == pb.PLANNING and view.generation == 3)
     assert ("fence", "l2", "j", 3) in logs.calls
     assert ("reset", "l2", "j", 3, EMPTIED_WHEN_NEW) not in logs.calls
 
 
-@scenario
 async def test_a_restart_with_the_flags_of_the_beginning_knows_what_was_lost(
     logs: FakeLogs, store: MemoryStore
 ) -> None:
-    first = await driver_of(logs, store)
-    await run_to_running(first)
+    first = await running(logs, store)
     await first.apply("j", pb.ChangeLogServersRequest(lost="l0", add="l2", add_host="m2"))
     first.stop()
     with pytest.raises(UsageError, match="names l0,l1, job j is kept on l1,l2"):
@@ -450,10 +406,9 @@ async def test_a_restart_with_the_flags_of_the_beginning_knows_what_was_lost(
     assert list((await view_with(moved, lambda _: True)).log_servers) == ["l1", "l7"]
 
 
-@scenario
 async def test_jobs_are_listed_as_far_as_the_asker_may_see_them(logs: FakeLogs, store: MemoryStore) -> None:
     """Those under way first; an answer has a bound, and says what it leaves out."""
-    driver = await driver_of(logs, store, servers=())
+    driver = await driver_of(logs, store, ())
     for name in ("b", "a", "c"):
         await driver.join(name, join())
     await driver.apply("a", pb.FailRequest(reason="x" * 1000))
@@ -471,11 +426,9 @@ async def test_jobs_are_listed_as_far_as_the_asker_may_see_them(logs: FakeLogs, 
     assert ([one.job for one in listed.jobs], listed.left_out) == (["b", "c"], 1)
 
 
-@scenario
 async def test_whom_a_recovery_still_waits_for_is_shown_after_a_while(
-    logs: FakeLogs, store: MemoryStore
+    logs: FakeLogs, store: MemoryStore, clock: FakeClock
 ) -> None:
-    clock = FakeClock()
     driver = await driver_of(logs, store, clock=clock)
     for rank, incarnation in ((0, "a"), (1, "b")):
         await driver.join("j", join(rank, incarnation, world_size=2))

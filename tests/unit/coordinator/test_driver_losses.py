@@ -20,8 +20,8 @@ from tests.unit.coordinator.driver_world import (
     FakeLogs,
     driver_of,
     join,
-    run_to_running,
-    scenario,
+    lose_rank_0,
+    running,
     sender,
     until,
     view_with,
@@ -67,7 +67,6 @@ def asked(logs: FakeLogs, kind: str, generation: int) -> list[str]:
     return sorted(str(call[1]) for call in logs.calls if call[0] == kind and call[3] == generation)
 
 
-@scenario
 async def test_a_server_that_was_lost_before_it_was_emptied_is_emptied_once(
     driver: Driver, logs: FakeLogs
 ) -> None:
@@ -89,13 +88,11 @@ async def test_a_server_that_was_lost_before_it_was_emptied_is_emptied_once(
         assert asked(logs, "fence", generation) == ["l0", "l2"]
 
 
-@scenario
 async def test_servers_that_come_back_empty_together_are_all_used_anew(
     logs: FakeLogs, store: MemoryStore
 ) -> None:
     """The first one makes a generation; its fence would make the job known to the second one, and nobody would see."""
-    driver = await driver_of(logs, store, copies=2)
-    await run_to_running(driver)
+    driver = await running(logs, store, copies=2)
     logs.forgotten = {"l0", "l1"}
     await driver._questions.space(driver._jobs["j"], 1)
     await planning(driver, 3)
@@ -108,17 +105,14 @@ async def test_servers_that_come_back_empty_together_are_all_used_anew(
     assert [copy.whole_from for copy in logs_of_rank(driver).copies] == [None, None]
 
 
-@scenario
 async def test_a_server_that_comes_back_empty_with_its_rank_is_no_source(
     logs: FakeLogs, store: MemoryStore
 ) -> None:
     """The death is told before anybody has asked the server: its fence waits for it, and finds an empty disk."""
-    driver = await driver_of(logs, store, ("l0",))
-    await run_to_running(driver)
+    driver = await running(logs, store, "l0")
     await driver.apply("j", pb.HeartbeatRequest(**sender(), version=3))
     logs.troubles["l0"] = LogUnavailable("connection refused")
-    await driver.apply("j", pb.ExitRequest(rank=0, incarnation="a", pid=1, exit_code=-9))
-    await driver.join("j", join(incarnation="b"))
+    await lose_rank_0(driver)
     await view_with(driver, lambda view: "connection refused" in view.waiting_for)
     logs.forgotten = {"l0"}
     logs.troubles.clear()
@@ -137,15 +131,12 @@ async def test_a_server_that_comes_back_empty_with_its_rank_is_no_source(
     assert asked(logs, "fence", 4) == ["l0"]
 
 
-@scenario
 async def test_a_plan_that_gives_the_log_up_drops_what_a_new_server_was_sent_meanwhile(
     logs: FakeLogs, store: MemoryStore
 ) -> None:
-    driver = await driver_of(logs, store, ("l0",))
-    await run_to_running(driver)
+    driver = await running(logs, store, "l0")
     logs.forgotten = {"l0"}
-    await driver.apply("j", pb.ExitRequest(rank=0, incarnation="a", pid=1, exit_code=-9))
-    await driver.join("j", join(incarnation="b"))
+    await lose_rank_0(driver)
     await planning(driver, 3)
     await driver.apply("j", pb.ReportRequest(**sender("b"), generation=3))
     view = await view_with(driver, lambda view: view.state == pb.RECOVERING)
@@ -155,13 +146,11 @@ async def test_a_plan_that_gives_the_log_up_drops_what_a_new_server_was_sent_mea
     assert EMPTIED_WHEN_NEW < GIVEN_UP  # a server that has done one does no earlier one
 
 
-@scenario
 async def test_a_server_that_comes_back_empty_while_the_log_is_given_up_is_used_anew(
     logs: FakeLogs, store: MemoryStore
 ) -> None:
     """Fenced again, it would take its writers on: behind what they know it to have acknowledged, a hole."""
-    driver = await driver_of(logs, store, ("l0",))
-    await run_to_running(driver)
+    driver = await running(logs, store, "l0")
     await die(driver, 2)
     logs.forgotten = {"l0"}
     await driver.apply("j", pb.ReportRequest(**sender("of 2"), generation=2))
@@ -173,18 +162,15 @@ async def test_a_server_that_comes_back_empty_while_the_log_is_given_up_is_used_
     assert resets[-2:] == [(3, EMPTIED_WHEN_NEW), (3, GIVEN_UP)]
 
 
-@scenario
 async def test_a_job_that_begins_finds_servers_that_do_not_know_it(
     logs: FakeLogs, store: MemoryStore
 ) -> None:
     logs.forgotten = {"l0", "l1"}
-    driver = await driver_of(logs, store)
-    await run_to_running(driver)
+    driver = await running(logs, store)
     assert servers(driver) == [("l0", False), ("l1", False)]
     assert asked(logs, "fence", 1) == ["l0", "l1"]
 
 
-@scenario
 async def test_an_answer_from_before_its_first_fence_gives_no_server_up(
     driver: Driver, logs: FakeLogs
 ) -> None:
@@ -215,13 +201,11 @@ async def test_an_answer_from_before_its_first_fence_gives_no_server_up(
     assert servers(driver) == [("l0", False), ("l1", False), ("l2", False)]
 
 
-@scenario
 async def test_servers_elsewhere_are_named_in_the_order_of_the_beginning(
     logs: FakeLogs, store: MemoryStore
 ) -> None:
     """Of an operator who has heard nothing of a server that came back empty, under its own address."""
-    first = await driver_of(logs, store)
-    await run_to_running(first)
+    first = await running(logs, store)
     for generation, address in ((2, "l0"), (3, "l0"), (4, "l1")):
         logs.forgotten = {address}
         await first._questions.space(first._jobs["j"], generation - 1)
@@ -236,7 +220,6 @@ async def test_servers_elsewhere_are_named_in_the_order_of_the_beginning(
     assert servers(moved)[-2:] == [("new1", False), ("new0", False)]
 
 
-@scenario
 async def test_who_replaces_a_server_that_never_came(
     driver: Driver, logs: FakeLogs, store: MemoryStore
 ) -> None:
@@ -254,7 +237,6 @@ async def test_who_replaces_a_server_that_never_came(
         await driver_of(logs, store, ("l7",))
 
 
-@scenario
 async def test_a_job_that_begins_does_not_wait_for_a_server_that_another_one_has_given_up(
     driver: Driver, logs: FakeLogs
 ) -> None:
@@ -274,7 +256,6 @@ async def test_a_job_that_begins_does_not_wait_for_a_server_that_another_one_has
     assert [each.lost for each in driver._jobs["n"].row.log_servers] == ["", ""]
 
 
-@scenario
 async def test_a_server_that_has_answered_since_is_not_taken_for_given_up(
     driver: Driver, logs: FakeLogs
 ) -> None:
@@ -291,13 +272,11 @@ async def test_a_server_that_has_answered_since_is_not_taken_for_given_up(
     assert [each.lost for each in driver._jobs["n"].row.log_servers] == ["", ""]
 
 
-@scenario
 async def test_what_a_lost_server_has_moved_is_read_by_another_one_until_a_checkpoint_covers_it(
     logs: FakeLogs, store: MemoryStore
 ) -> None:
     logs.cold = {"l0": "cold0", "l1": "cold1"}
-    driver = await driver_of(logs, store)
-    await run_to_running(driver)
+    driver = await running(logs, store)
     job = driver._jobs["j"]
     (first,) = [copy.server for copy in logs_of_rank(driver).copies]
     lost, other = f"l{first}", f"l{1 - first}"
@@ -340,11 +319,14 @@ async def test_what_a_lost_server_has_moved_is_read_by_another_one_until_a_check
     assert ("trim", other, "j", 3, f"cold{first}") in logs.calls
 
 
-async def take_back(logs: FakeLogs, now: str) -> tuple[tuple[str, str], bool]:
-    """Has a server lost and taken back. ``now``: where it moves records then. Returns where the
-    lost one has moved records by now, and had; and whether these are asked for."""
-    driver = await driver_of(logs, MemoryStore())
-    await run_to_running(driver)
+@pytest.mark.parametrize(("now", "counts"), [("{}/3.0", False), ("another/3.0", True)])
+async def test_what_a_lost_server_has_moved_does_not_count_once_that_server_is_taken_back(
+    logs: FakeLogs, store: MemoryStore, now: str, counts: bool
+) -> None:
+    """It is emptied, which removes its objects. With another disk it knows nothing of them. ``now``: where it moves
+    records then."""
+    logs.cold = {"l0": "0/0.0", "l1": "1/0.0"}
+    driver = await running(logs, store)
     (first,) = [copy.server for copy in logs_of_rank(driver).copies]
     lost, before = f"l{first}", f"{first}/0.0"
     asked = ("inventory", f"l{1 - first}", "j", before)
@@ -358,17 +340,7 @@ async def take_back(logs: FakeLogs, now: str) -> tuple[tuple[str, str], bool]:
     await driver.apply("j", pb.ChangeLogServersRequest(add=lost))
     await planning(driver, 3)
     await recover(driver, 3, version=3)
-    driver.stop()
     cold = [server.cold for server in driver._jobs["j"].row.log_servers]
-    assert cold[1 - first] == f"{1 - first}/0.0"
-    assert cold[2] == logs.cold[lost]
-    return (cold[first], before), asked in logs.calls
-
-
-def test_what_a_lost_server_has_moved_does_not_count_once_that_server_is_taken_back() -> None:
-    """It is emptied, which removes its objects. With another disk it knows nothing of them."""
-    for now, counts in (("{}/3.0", False), ("another/3.0", True)):
-        logs = FakeLogs()
-        logs.cold = {"l0": "0/0.0", "l1": "1/0.0"}
-        (cold, before), asked = asyncio.run(take_back(logs, now))
-        assert (cold, asked) == ((before if counts else ""), counts)
+    assert (cold[1 - first], cold[2]) == (f"{1 - first}/0.0", logs.cold[lost])
+    assert cold[first] == (before if counts else "")
+    assert (asked in logs.calls) is counts

@@ -1,59 +1,57 @@
 """A job's history: what the coordinator keeps of its generations, also when it is started again."""
 
-import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.planner import Plan
 from swift_ft_services.coordinator import job_record
-from swift_ft_services.coordinator.driver import Driver
 from swift_ft_services.coordinator.job_record import JobRow, State
-from swift_ft_services.coordinator.store import MetadataStore, SqliteStore
-from swift_ft_services.coordinator.timeouts import Timing
-from tests.unit.coordinator.driver_world import FakeClock, FakeLogs, join, run_to_running, view_with
-
-
-async def driver_at(store: MetadataStore, clock: FakeClock) -> Driver:
-    await store.hold()
-    driver = Driver(store, FakeLogs(), Timing(), [], wall_clock=clock)
-    await driver.start()
-    return driver
+from swift_ft_services.coordinator.store import SqliteStore
+from tests.unit.coordinator.driver_world import (
+    DEATH,
+    FakeClock,
+    FakeLogs,
+    driver_of,
+    join,
+    run_to_running,
+    view_with,
+)
 
 
 def states(generation: pb.Generation) -> list[tuple[str, float]]:
     return [(pb.State.Name(entry.state), entry.at) for entry in generation.entries]
 
 
-def test_generations_are_known_with_their_causes_after_a_restart(tmp_path: Path) -> None:
-    async def run() -> None:
-        clock = FakeClock()
-        store = SqliteStore(tmp_path / "coordinator.sqlite")
-        driver = await driver_at(store, clock)
-        await run_to_running(driver)
-        clock.now = 200.0
-        await driver.apply("j", pb.ExitRequest(rank=0, incarnation="a", pid=1, exit_code=-9))
-        await view_with(driver, lambda view: view.state == pb.FENCING)
-        driver.stop()
-        await store.close()
+async def test_generations_are_known_with_their_causes_after_a_restart(
+    tmp_path: Path, logs: FakeLogs, clock: FakeClock
+) -> None:
+    store = SqliteStore(tmp_path / "coordinator.sqlite")
+    await store.hold()
+    driver = await driver_of(logs, store, (), wall_clock=clock)
+    await run_to_running(driver)
+    clock.now = 200.0
+    await driver.apply("j", DEATH)
+    await view_with(driver, lambda view: view.state == pb.FENCING)
+    driver.stop()
+    await store.close()
 
-        clock.now = 300.0
-        store = SqliteStore(tmp_path / "coordinator.sqlite")
-        driver = await driver_at(store, clock)
-        await driver.join("j", join(incarnation="b"))
-        await driver.apply("j", pb.FailRequest(reason="no more", rank=0, incarnation="b"))
-        first, second = (await driver.status("j", with_history=True)).history
-        assert not (await driver.status("j")).history, "who watches does not get it every time"
-        assert states(first) == [("FORMING", 100.0), ("RUNNING", 100.0)]
-        assert states(second)[0] == ("FENCING", 200.0)
-        assert states(second)[-1] == ("FAILED", 300.0)
-        assert second.number == 2
-        assert second.entries[0].reason == "rank 0 was killed by signal 9"
-        assert "no more" in second.entries[-1].reason
-        driver.stop()
-        await store.close()
-
-    asyncio.run(run())
+    clock.now = 300.0
+    store = SqliteStore(tmp_path / "coordinator.sqlite")
+    await store.hold()
+    driver = await driver_of(logs, store, (), wall_clock=clock)
+    await driver.join("j", join(incarnation="b"))
+    await driver.apply("j", pb.FailRequest(reason="no more", rank=0, incarnation="b"))
+    first, second = (await driver.status("j", with_history=True)).history
+    assert not (await driver.status("j")).history, "who watches does not get it every time"
+    assert states(first) == [("FORMING", 100.0), ("RUNNING", 100.0)]
+    assert states(second)[0] == ("FENCING", 200.0)
+    assert states(second)[-1] == ("FAILED", 300.0)
+    assert second.number == 2
+    assert second.entries[0].reason == "rank 0 was killed by signal 9"
+    assert "no more" in second.entries[-1].reason
+    driver.stop()
+    await store.close()
 
 
 def row_of(generation: int, state: State, reason: str = "a cause") -> JobRow:

@@ -1,6 +1,5 @@
 """What ranks have measured, in the coordinator: the newest of each rank, from its holder alone, and never durable."""
 
-import asyncio
 from typing import Any, cast
 
 import grpc
@@ -18,9 +17,9 @@ from tests.unit.coordinator.driver_world import (
     FakeLogs,
     Taker,
     driver_of,
-    join,
+    lose_rank_0,
     run_to_running,
-    scenario,
+    running,
     sender,
 )
 
@@ -29,7 +28,6 @@ def measure(measured: pb.RankMeasured) -> pb.MeasureRequest:
     return pb.MeasureRequest(**sender(), measured=measured)
 
 
-@scenario
 async def test_the_newest_of_each_rank(logs: FakeLogs, store: MemoryStore) -> None:
     driver = await driver_of(logs, store, ("l0",))
     with pytest.raises(NoSuchJob):
@@ -49,32 +47,29 @@ async def test_the_newest_of_each_rank(logs: FakeLogs, store: MemoryStore) -> No
     assert list(again.measurements("j").ranks) == []
 
 
-@scenario
 async def test_of_a_dead_rank_until_its_successor_has_measured(logs: FakeLogs, store: MemoryStore) -> None:
     """A plan for its stage is made when it is dead; and nobody else may speak for it."""
-    driver = await driver_of(logs, store, ("l0",))
-    await run_to_running(driver)
+    driver = await running(logs, store, "l0")
     await driver.apply("j", measure(ONE))
-    await driver.apply("j", pb.ExitRequest(rank=0, incarnation="a", pid=1, exit_code=-9))
-    await driver.join("j", join(incarnation="b"))
+    await lose_rank_0(driver)
     with pytest.raises(Refusal, match="does not hold rank 0"):
         await driver.apply("j", measure(ONE))
     assert len(driver.measurements("j").ranks) == 1
 
 
-def test_what_cannot_be_does_not_come_in() -> None:
+async def test_what_cannot_be_does_not_come_in() -> None:
     taker, refused = Taker(), list[str]()
     servicer = Servicer(cast("Driver", taker), refused.append)
     context = cast("Context", Caller())
     me: dict[str, Any] = {"job": "j", "rank": 2, "incarnation": "i"}
     request = pb.MeasureRequest(**me, measured=pb.RankMeasured(steps=1, step_s=float("nan")))
     with pytest.raises(Aborted) as aborted:
-        asyncio.run(servicer.Measure(request, context))
+        await servicer.Measure(request, context)
     assert aborted.value.args == (
         grpc.StatusCode.INVALID_ARGUMENT,
         "a measurement: step_s is nan: must be from 0 to 1e+09",
     )
     assert (taker.commands, refused) == ([], ["invalid"])
     request.measured.CopyFrom(ONE)
-    asyncio.run(servicer.Measure(request, context))
+    await servicer.Measure(request, context)
     assert taker.commands == [request]

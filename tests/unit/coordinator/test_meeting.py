@@ -19,7 +19,6 @@ from tests.unit.coordinator.driver_world import (
     FakeLogs,
     driver_of,
     run_to_running,
-    scenario,
 )
 
 LEASE_S = 15.0
@@ -320,9 +319,9 @@ def test_machines_of_a_job_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None
 # -- through the service ------------------------------------------------------------------------------------
 
 
-@scenario
-async def test_launchers_meet_through_the_service(logs: FakeLogs, store: MemoryStore) -> None:
-    clock = FakeClock()
+async def test_launchers_meet_through_the_service(
+    logs: FakeLogs, store: MemoryStore, clock: FakeClock
+) -> None:
     driver = await driver_of(logs, store, (), clock=clock, jobs_max=1)
     world = World()
 
@@ -348,11 +347,9 @@ async def test_launchers_meet_through_the_service(logs: FakeLogs, store: MemoryS
     assert driver.meet("other", world.request("c", job="other")).here == 1
 
 
-@scenario
 async def test_of_a_job_under_way_a_new_coordinator_waits_for_those_who_hold_a_place(
-    logs: FakeLogs, store: MemoryStore
+    logs: FakeLogs, store: MemoryStore, clock: FakeClock
 ) -> None:
-    clock = FakeClock()
     driver = await driver_of(logs, store, (), clock=clock)
     world = World("1:1")
     assert driver.meet("j", world.request("a")).machines

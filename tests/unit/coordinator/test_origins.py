@@ -12,12 +12,12 @@ from swift_ft_services.coordinator.commands import Refusal
 from swift_ft_services.coordinator.driver import Driver
 from tests.memory_store import MemoryStore
 from tests.unit.coordinator.driver_world import (
+    DEATH,
     PATIENCE_S,
     FakeLogs,
     driver_of,
     join,
     run_to_running,
-    scenario,
     sender,
 )
 
@@ -57,7 +57,6 @@ async def make_running(driver: Driver, name: str, version: int) -> None:
                 return
 
 
-@scenario
 async def test_it_begins_with_the_newest_or_with_the_one_that_is_named(driver: Driver) -> None:
     await j_at(driver, 5, 10)
     assert await begin(driver, "k", from_job("j")) == ("j", 10)
@@ -68,18 +67,13 @@ async def test_it_begins_with_the_newest_or_with_the_one_that_is_named(driver: D
 
 
 @pytest.mark.parametrize("end", ["fail", "finish", "nothing"])
-def test_it_may_begin_with_one_of_a_job_that_runs_or_is_over(end: str) -> None:
-    @scenario
-    async def test(driver: Driver) -> None:
-        await j_at(driver, 5, 10)
-        said = {"fail": pb.FailRequest(reason="boom"), "finish": pb.FinishRequest(**sender(), version=10)}
-        await driver.apply("j", said.get(end, m.Tick()))
-        assert await begin(driver, "k", from_job("j")) == ("j", 10)
-
-    test()
+async def test_it_may_begin_with_one_of_a_job_that_runs_or_is_over(end: str, driver: Driver) -> None:
+    await j_at(driver, 5, 10)
+    said = {"fail": pb.FailRequest(reason="boom"), "finish": pb.FinishRequest(**sender(), version=10)}
+    await driver.apply("j", said.get(end, m.Tick()))
+    assert await begin(driver, "k", from_job("j")) == ("j", 10)
 
 
-@scenario
 async def test_what_cannot_be_is_refused_in_a_line(logs: FakeLogs, store: MemoryStore) -> None:
     driver = await driver_of(logs, store)
     unknown = "--from-job j: this coordinator has no such job (swift-ft jobs lists them)"
@@ -108,7 +102,6 @@ async def test_what_cannot_be_is_refused_in_a_line(logs: FakeLogs, store: Memory
     assert {summary.job for summary in (await driver.jobs(lambda _: True)).jobs} == {"forming", "j"}
 
 
-@scenario
 async def test_all_ranks_must_say_the_same_or_nothing(driver: Driver) -> None:
     await j_at(driver, 5, 10)
     await driver.join("k", from_job("j"))
@@ -122,14 +115,13 @@ async def test_all_ranks_must_say_the_same_or_nothing(driver: Driver) -> None:
     assert "job plain began at step 0" in await refused(driver, "plain", from_job("j"))
 
 
-@scenario
 async def test_a_job_that_has_not_run_begins_there_again_and_one_that_has_does_not(
     driver: Driver, logs: FakeLogs, store: MemoryStore
 ) -> None:
     await j_at(driver, 5)
     await driver.join("k", from_job("j"))
     # A rank is lost while it forms: the origin stays, also through a restart of the coordinator.
-    await driver.apply("k", pb.ExitRequest(rank=0, incarnation="a", pid=1, exit_code=-9))
+    await driver.apply("k", DEATH)
     await driver.apply("j", pb.CheckpointRequest(**sender(), version=10, generation=1))
     driver.stop()
     driver = await driver_of(logs, store)
@@ -157,7 +149,6 @@ async def test_a_job_that_has_not_run_begins_there_again_and_one_that_has_does_n
     assert (await driver.status("k")).view.state == pb.FENCING  # to restore what it has
 
 
-@scenario
 async def test_what_is_not_exact_stays_so(driver: Driver) -> None:
     await j_at(driver, 5, 10)
     await driver.apply("j", pb.DiffersRequest(**sender(), version=7, reason="another sum"))
@@ -176,7 +167,6 @@ def found(*versions: int, run: str = "r1", incarnation: str = "a", adopts: bool 
     return join(incarnation=incarnation, run=run, adopts=adopts, found=there)
 
 
-@scenario
 async def test_a_lost_job_is_adopted_above_all_its_generations(logs: FakeLogs, store: MemoryStore) -> None:
     driver = await driver_of(logs, store)
     assert await refused(driver, "k", found(5, 10, adopts=False)) == (
@@ -213,7 +203,6 @@ async def test_a_lost_job_is_adopted_above_all_its_generations(logs: FakeLogs, s
     assert store.rows
 
 
-@scenario
 async def test_a_known_job_does_not_care_what_is_found(driver: Driver) -> None:
     await j_at(driver, 5, 10)
     await driver.apply("j", pb.FailRequest(reason="boom"))

@@ -14,7 +14,7 @@ from swift_ft_services.coordinator.planning import plan_fields
 from swift_ft_services.coordinator.service import Context, Servicer
 from swift_ft_services.coordinator.views import status_of, view_of
 from tests.memory_store import MemoryStore
-from tests.unit.coordinator.driver_world import FakeLogs, driver_of, run_to_running, scenario, sender
+from tests.unit.coordinator.driver_world import FakeLogs, running, sender
 from tests.unit.coordinator.rows import copy_of
 
 HALF_WAY = pb.ReplayProgress(version=7, target=15, seconds_left=3.5)
@@ -25,15 +25,13 @@ def beat(job: Job, replay: pb.ReplayProgress | None) -> None:
 
 
 async def recovering(logs: FakeLogs, store: MemoryStore) -> Job:
-    driver = await driver_of(logs, store, ("l0",))
-    await run_to_running(driver)
+    driver = await running(logs, store, "l0")
     job = await driver.apply("j", pb.HeartbeatRequest(**sender(), version=7))
     driver.stop()
     job.row.state = State.RECOVERING
     return job
 
 
-@scenario
 async def test_a_rank_that_has_finished_is_at_the_last_version(logs: FakeLogs, store: MemoryStore) -> None:
     """The heartbeat that would say so never came: `swift-ft status` showed the one before, for good."""
     job = await recovering(logs, store)
@@ -41,7 +39,6 @@ async def test_a_rank_that_has_finished_is_at_the_last_version(logs: FakeLogs, s
     assert [rank.version for rank in status_of(job, 1.0).ranks] == [12]
 
 
-@scenario
 async def test_in_the_status_while_it_replays(logs: FakeLogs, store: MemoryStore) -> None:
     job = await recovering(logs, store)
     assert not status_of(job, 1.0).ranks[0].HasField("replay")
@@ -56,7 +53,6 @@ async def test_in_the_status_while_it_replays(logs: FakeLogs, store: MemoryStore
     assert not status_of(job, 1.0).ranks[0].HasField("replay")
 
 
-@scenario
 async def test_gone_with_the_recovery(logs: FakeLogs, store: MemoryStore) -> None:
     job = await recovering(logs, store)
     beat(job, HALF_WAY)
@@ -66,7 +62,6 @@ async def test_gone_with_the_recovery(logs: FakeLogs, store: MemoryStore) -> Non
     assert not status_of(job, 1.0).ranks[0].HasField("replay")
 
 
-@scenario
 async def test_in_the_metrics(logs: FakeLogs, store: MemoryStore) -> None:
     job = await recovering(logs, store)
     metrics = CoordinatorMetrics()
@@ -89,10 +84,8 @@ async def test_in_the_metrics(logs: FakeLogs, store: MemoryStore) -> None:
         metrics.close()
 
 
-@scenario
 async def test_rehearsals_in_the_metrics(logs: FakeLogs, store: MemoryStore) -> None:
-    driver = await driver_of(logs, store, ("l0",))
-    await run_to_running(driver)
+    driver = await running(logs, store, "l0")
     job = await driver.apply("j", pb.HeartbeatRequest(**sender(), version=7))
     metrics = CoordinatorMetrics()
     metrics.close()
@@ -112,25 +105,21 @@ async def test_rehearsals_in_the_metrics(logs: FakeLogs, store: MemoryStore) -> 
     ("said", "known"),
     [(2.0, 2.0), (0.0, 0.0), (None, None), (math.nan, None), (math.inf, None), (-1.0, None)],
 )
-def test_what_a_rank_says_is_a_time_or_nothing(said: float | None, known: float | None) -> None:
-    @scenario
-    async def test(logs: FakeLogs, store: MemoryStore) -> None:
-        driver = await driver_of(logs, store, ("l0",))
-        await run_to_running(driver)
-        job = await driver.apply("j", pb.HeartbeatRequest(**sender()))
-        job.row.state = State.RECOVERING
-        beat = pb.HeartbeatRequest(job="j", **sender())
-        context = cast("Context", None)
-        await Servicer(driver).Heartbeat(beat, context)
-        assert job.replays == {}
-        beat.replay.CopyFrom(pb.ReplayProgress(version=1, target=2, seconds_left=said))
-        await Servicer(driver).Heartbeat(beat, context)
-        assert job.replays == {0: pb.ReplayProgress(version=1, target=2, seconds_left=known)}
-
-    test()
+async def test_what_a_rank_says_is_a_time_or_nothing(
+    said: float | None, known: float | None, logs: FakeLogs, store: MemoryStore
+) -> None:
+    driver = await running(logs, store, "l0")
+    job = await driver.apply("j", pb.HeartbeatRequest(**sender()))
+    job.row.state = State.RECOVERING
+    beat = pb.HeartbeatRequest(job="j", **sender())
+    context = cast("Context", None)
+    await Servicer(driver).Heartbeat(beat, context)
+    assert job.replays == {}
+    beat.replay.CopyFrom(pb.ReplayProgress(version=1, target=2, seconds_left=said))
+    await Servicer(driver).Heartbeat(beat, context)
+    assert job.replays == {0: pb.ReplayProgress(version=1, target=2, seconds_left=known)}
 
 
-@scenario
 async def test_a_prediction_is_durable_and_shown(logs: FakeLogs, store: MemoryStore) -> None:
     job = await recovering(logs, store)
     one = Prediction(rank=0, workers=3, steps=8, seconds=2.5, alone_s=6.0)

@@ -1,6 +1,5 @@
 """From requests to what the core keeps: what was not said must not become a zero."""
 
-import asyncio
 from dataclasses import replace
 from typing import Any, cast
 
@@ -86,7 +85,7 @@ def test_a_plan_is_shown_whole() -> None:
     assert view_of(shown).plan.exact
 
 
-def test_a_coordinator_that_stops_says_so_to_whoever_asks_for_its_jobs(
+async def test_a_coordinator_that_stops_says_so_to_whoever_asks_for_its_jobs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
@@ -99,25 +98,25 @@ def test_a_coordinator_that_stops_says_so_to_whoever_asks_for_its_jobs(
 
     servicer = Servicer(cast("Driver", Stopping()))
     with pytest.raises(Aborted, match="shutting down"):
-        asyncio.run(servicer.Jobs(pb.JobsRequest(), cast("Context", Caller())))
+        await servicer.Jobs(pb.JobsRequest(), cast("Context", Caller()))
 
 
-def test_a_reason_moves_no_cursor() -> None:
+async def test_a_reason_moves_no_cursor() -> None:
     taker = Taker()
     request = pb.FailRequest(**ME, reason="line 1\n\tline 2\x1b[2J\r\x9b1A\u202e größer")
-    asyncio.run(Servicer(cast("Driver", taker)).Fail(request, cast("Context", None)))
+    await Servicer(cast("Driver", taker)).Fail(request, cast("Context", None))
     (command,) = taker.commands
     assert isinstance(command, pb.FailRequest)
     assert command.reason == "line 1\n\tline 2 [2J  1A  größer"
 
 
-def test_what_a_request_has_beside_its_fields_is_not_kept() -> None:
+async def test_what_a_request_has_beside_its_fields_is_not_kept() -> None:
     taker = Taker()
     known = pb.RankMeasured(steps=1, step_s=0.5)
     measured = pb.RankMeasured.FromString(known.SerializeToString() + b"\xfa\x01\x04more")  # field 31
     assert measured.ByteSize() == known.ByteSize() + 7
     request = pb.MeasureRequest(**ME, measured=measured)
-    asyncio.run(Servicer(cast("Driver", taker)).Measure(request, cast("Context", None)))
+    await Servicer(cast("Driver", taker)).Measure(request, cast("Context", None))
     (command,) = taker.commands
     assert isinstance(command, pb.MeasureRequest)
     assert command.measured.ByteSize() == known.ByteSize()

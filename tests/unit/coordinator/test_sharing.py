@@ -12,15 +12,7 @@ from swift_ft_services.coordinator.commands import Fenced, Invalid, Refusal
 from swift_ft_services.coordinator.driver import Driver, NoSuchJob, Sharing
 from swift_ft_services.coordinator.service import Context, Servicer
 from tests.memory_store import MemoryStore
-from tests.unit.coordinator.driver_world import (
-    PATIENCE_S,
-    FakeLogs,
-    driver_of,
-    join,
-    scenario,
-    sender,
-    until,
-)
+from tests.unit.coordinator.driver_world import DEATH, PATIENCE_S, FakeLogs, driver_of, join, sender, until
 
 
 def put(key: str, value: bytes) -> pb.SharedChange:
@@ -87,9 +79,8 @@ def test_what_cannot_be_shared_is_refused_and_changes_nothing(change: pb.SharedC
     sharing = Sharing(1, 1)
     sharing.change("a", 1, [put("text", b"x"), pb.SharedChange(key="large", add=1)])
     before = sharing.news(0)
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(Invalid):
         sharing.change("a", 2, [put("other", b"1"), change])
-    assert isinstance(refused.value, Invalid)
     assert sharing.news(0) == before
 
 
@@ -143,7 +134,7 @@ def test_an_answer_has_a_bound_and_the_rest_comes_next() -> None:
     assert seen == sharing.revision
 
 
-def test_each_key_that_is_waited_for_is_looked_at_once_however_often_something_changes() -> None:
+async def test_each_key_that_is_waited_for_is_looked_at_once_however_often_something_changes() -> None:
     class Counted(Sharing):
         looked = 0
 
@@ -152,26 +143,22 @@ def test_each_key_that_is_waited_for_is_looked_at_once_however_often_something_c
             return super()._value(key)
 
     keys, changes = [f"k{n}" for n in range(500)], 500
-
-    async def test() -> None:
-        sharing = Counted(1, 1)
-        waiting = asyncio.create_task(sharing.wait(keys, PATIENCE_S))
+    sharing = Counted(1, 1)
+    waiting = asyncio.create_task(sharing.wait(keys, PATIENCE_S))
+    await asyncio.sleep(0)
+    sharing.looked = 0
+    for number in range(changes):
+        sharing.change("a", number + 1, [put("other", b"%d" % number)])
         await asyncio.sleep(0)
-        sharing.looked = 0
-        for number in range(changes):
-            sharing.change("a", number + 1, [put("other", b"%d" % number)])
-            await asyncio.sleep(0)
-        assert sharing.looked <= 5 * changes
-        sharing.change("a", changes + 1, [put(key, b"") for key in keys[:-1]])
-        await asyncio.sleep(0)
-        sharing.change("a", changes + 2, [pb.SharedChange(key="k0", delete=True), put("k499", b"")])
-        await asyncio.sleep(0.01)
-        assert not waiting.done(), "one of them is gone again"
-        sharing.change("a", changes + 3, [put("k0", b"")])
-        async with asyncio.timeout(PATIENCE_S):
-            await waiting
-
-    asyncio.run(test())
+    assert sharing.looked <= 5 * changes
+    sharing.change("a", changes + 1, [put(key, b"") for key in keys[:-1]])
+    await asyncio.sleep(0)
+    sharing.change("a", changes + 2, [pb.SharedChange(key="k0", delete=True), put("k499", b"")])
+    await asyncio.sleep(0.01)
+    assert not waiting.done(), "one of them is gone again"
+    sharing.change("a", changes + 3, [put("k0", b"")])
+    async with asyncio.timeout(PATIENCE_S):
+        await waiting
 
 
 # -- through the service ------------------------------------------------------------------------------------
@@ -198,7 +185,6 @@ def shared_by(driver: Driver) -> Callable[[], set[str]]:
     return lambda: set(driver._sharing)
 
 
-@scenario
 async def test_who_waits_for_a_key_is_answered_when_it_is_there(driver: Driver) -> None:
     share = Service(driver)
     waiting = asyncio.create_task(share(until=["x", "y"], wait_s=60.0))
@@ -214,7 +200,6 @@ async def test_who_waits_for_a_key_is_answered_when_it_is_there(driver: Driver) 
     assert not driver._sharing["j"]._waiting
 
 
-@scenario
 async def test_a_newer_generation_ends_waits_and_forgets_the_keys(driver: Driver) -> None:
     share = Service(driver)
     first = await share(changes=[put("x", b"1")])
@@ -244,12 +229,10 @@ def test_what_is_about_the_job_outlives_generations_and_deleted_keys_are_forgott
     assert {key for key, value in shown(found).items() if value is not None} == {"swift/x"}
 
 
-@scenario
 async def test_only_the_holder_of_a_rank_shares(driver: Driver) -> None:
     for changes in ([], [put("x", b"")]):
-        with pytest.raises(Refusal) as refused:
+        with pytest.raises(Fenced):
             driver.sharing("j", pb.ShareRequest(**sender("b"), generation=1, changes=changes))
-        assert isinstance(refused.value, Fenced)
         with pytest.raises(Refusal, match="not there yet"):
             driver.sharing("j", pb.ShareRequest(**sender(), generation=2, changes=changes))
         with pytest.raises(NoSuchJob):
@@ -257,32 +240,28 @@ async def test_only_the_holder_of_a_rank_shares(driver: Driver) -> None:
     assert not driver._sharing
 
 
-@scenario
 async def test_who_is_no_member_asks_and_changes_nothing(driver: Driver) -> None:
     share = Service(driver)
     await share(number=1, changes=[put("swift/shapes", b"[2]"), put("built-0", b"")])
 
     reply = await share(incarnation="")
     assert shown(list(reply.news)) == {"swift/shapes": b"[2]", "built-0": b""}
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(Fenced):
         driver.sharing("j", pb.ShareRequest(generation=1, changes=[put("x", b"")]))
-    assert isinstance(refused.value, Fenced)
     for other in (0, 2):  # a coordinator's first question must not make keys of another generation
         assert driver.sharing("j", pb.ShareRequest(generation=other)) is None
 
 
-@scenario
 async def test_whoever_is_fenced_while_it_waits_learns_that_it_is_over(driver: Driver) -> None:
     share = Service(driver)
     waiting = asyncio.create_task(share(until=["y"], wait_s=60.0))
     await until(lambda: "j" in driver._sharing and driver._sharing["j"]._waiting)
-    await driver.apply("j", pb.ExitRequest(rank=0, incarnation="a", pid=1, exit_code=-9))
+    await driver.apply("j", DEATH)
     assert (await waiting).epoch == 0
     await driver.join("j", join(incarnation="b"))
     assert (await share(incarnation="b", generation=2)).generation == 2
 
 
-@scenario
 async def test_a_job_that_is_over_shares_nothing(driver: Driver) -> None:
     share = Service(driver)
     await share(changes=[put("x", b"1")])
@@ -292,7 +271,6 @@ async def test_a_job_that_is_over_shares_nothing(driver: Driver) -> None:
     assert not driver._sharing
 
 
-@scenario
 async def test_a_coordinator_that_begins_anew_is_noticed(
     driver: Driver, logs: FakeLogs, store: MemoryStore
 ) -> None:

@@ -15,7 +15,7 @@ from swift_ft_services.coordinator.job_record import ROOT, JobRow, State
 from swift_ft_services.coordinator.views import view_of
 from tests.memory_store import MemoryStore
 from tests.unit.coordinator import driver_world
-from tests.unit.coordinator.driver_world import FakeClock, FakeLogs, driver_of, scenario, view_with
+from tests.unit.coordinator.driver_world import FakeClock, FakeLogs, driver_of, view_with
 
 RANKS = 40
 
@@ -51,10 +51,9 @@ async def formed(driver: Driver) -> None:
     await asyncio.gather(*(driver.join("j", join(rank)) for rank in range(RANKS)))
 
 
-@scenario
 async def test_what_comes_together_is_one_transaction(logs: FakeLogs) -> None:
     store = SlowStore()
-    driver = await driver_of(logs, store, servers=())
+    driver = await driver_of(logs, store, ())
     await formed(driver)
     assert (
         len(store.commits) <= 4
@@ -69,10 +68,9 @@ async def test_what_comes_together_is_one_transaction(logs: FakeLogs) -> None:
     assert driver._jobs["j"].row.state is State.RUNNING
 
 
-@scenario
 async def test_nothing_is_answered_or_shown_before_it_is_durable(logs: FakeLogs) -> None:
     store = SlowStore()
-    driver = await driver_of(logs, store, servers=())
+    driver = await driver_of(logs, store, ())
     await formed(driver)
     shown, _ = driver._published._views["j"], store.gate.clear()
     asked = [
@@ -93,10 +91,9 @@ async def test_nothing_is_answered_or_shown_before_it_is_durable(logs: FakeLogs)
     await asyncio.gather(*asks)
 
 
-@scenario
 async def test_heartbeats_and_ticks_write_nothing(logs: FakeLogs) -> None:
     store = SlowStore()
-    driver = await driver_of(logs, store, servers=())
+    driver = await driver_of(logs, store, ())
     await formed(driver)
     await asyncio.gather(*(driver.apply("j", ready(rank)) for rank in range(RANKS)))
     store.commits.clear()
@@ -106,7 +103,6 @@ async def test_heartbeats_and_ticks_write_nothing(logs: FakeLogs) -> None:
     assert store.commits == []
 
 
-@scenario
 async def test_a_turn_ends_with_a_transition(logs: FakeLogs) -> None:
     """So each state is durable, and told of, by itself."""
     store = SlowStore()
@@ -129,10 +125,11 @@ async def test_a_turn_ends_with_a_transition(logs: FakeLogs) -> None:
     assert len(store.commits) >= len(entered) - 1
 
 
-@scenario
-async def test_a_heartbeat_that_has_come_counts_before_its_lease_is_looked_at(logs: FakeLogs) -> None:
-    store, clock = SlowStore(), FakeClock()
-    driver = await driver_of(logs, store, servers=(), clock=clock)
+async def test_a_heartbeat_that_has_come_counts_before_its_lease_is_looked_at(
+    logs: FakeLogs, clock: FakeClock
+) -> None:
+    store = SlowStore()
+    driver = await driver_of(logs, store, (), clock=clock)
     await formed(driver)
     for _ in range(4):  # nobody is heard, and the process is not stalled
         clock.now += 0.2 * driver.timing.lease_s
@@ -153,56 +150,46 @@ async def test_a_heartbeat_that_has_come_counts_before_its_lease_is_looked_at(lo
 
 
 @pytest.mark.parametrize("caught_up", [True, False])
-def test_a_lease_runs_while_what_has_come_is_read(caught_up: bool) -> None:
-    @scenario
-    async def test(logs: FakeLogs, store: MemoryStore) -> None:
-        clock = FakeClock()
-        driver = await driver_of(logs, store, (), clock=clock, caught_up=lambda: caught_up)
-        await formed(driver)
-        for _ in range(2 * int(driver.timing.lease_s / driver.timing.tick_s)):
-            clock.now += driver.timing.tick_s
-            await driver.tick()
-        assert driver._jobs["j"].row.generation == (2 if caught_up else 1)
-
-    test()
+async def test_a_lease_runs_while_what_has_come_is_read(
+    caught_up: bool, logs: FakeLogs, store: MemoryStore, clock: FakeClock
+) -> None:
+    driver = await driver_of(logs, store, (), clock=clock, caught_up=lambda: caught_up)
+    await formed(driver)
+    for _ in range(2 * int(driver.timing.lease_s / driver.timing.tick_s)):
+        clock.now += driver.timing.tick_s
+        await driver.tick()
+    assert driver._jobs["j"].row.generation == (2 if caught_up else 1)
 
 
-def test_joins_one_after_the_other_are_one_view(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_joins_one_after_the_other_are_one_view(
+    logs: FakeLogs, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[str] = []
 
     def counted(row: JobRow) -> pb.View:
         made.append(row.job)
         return view_of(row)
 
-    @scenario
-    async def test(logs: FakeLogs, store: MemoryStore) -> None:
-        driver = await driver_of(logs, store, servers=())
-        for rank in range(RANKS):
-            assert await driver.join("j", join(rank)) == 1
-        assert len(made) <= 2
-        await view_with(driver, lambda view: len(view.members) == RANKS)
-        assert len(made) <= 3
-
     monkeypatch.setattr(published_module, "view_of", counted)
     monkeypatch.setattr(published_module, "SOON_S", 0.5)  # so many commits take long on a busy machine
-    test()
+    driver = await driver_of(logs, store, ())
+    for rank in range(RANKS):
+        assert await driver.join("j", join(rank)) == 1
+    assert len(made) <= 2
+    await view_with(driver, lambda view: len(view.members) == RANKS)
+    assert len(made) <= 3
 
 
-def test_what_is_shown_late_is_durable() -> None:
+async def test_what_is_shown_late_is_durable(logs: FakeLogs) -> None:
     """The moment at which it is shown is while the store writes something else."""
-
-    async def run() -> None:
-        store = SlowStore()
-        driver = await driver_of(FakeLogs(), store, servers=())
-        await driver.join("j", join(0))
-        await driver.join("j", join(1))
-        store.gate.clear()
-        late = asyncio.create_task(driver.join("j", join(2)))
-        await asyncio.sleep(3 * SOON_S)
-        assert len(driver._published._views["j"].members) < 3
-        store.gate.set()
-        await late
-        await view_with(driver, lambda view: len(view.members) == 3)
-        driver.stop()
-
-    asyncio.run(run())
+    store = SlowStore()
+    driver = await driver_of(logs, store, ())
+    await driver.join("j", join(0))
+    await driver.join("j", join(1))
+    store.gate.clear()
+    late = asyncio.create_task(driver.join("j", join(2)))
+    await asyncio.sleep(3 * SOON_S)
+    assert len(driver._published._views["j"].members) < 3
+    store.gate.set()
+    await late
+    await view_with(driver, lambda view: len(view.members) == 3)

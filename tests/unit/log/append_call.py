@@ -1,21 +1,29 @@
 """One Append call, message by message, as a client in another language would make it."""
 
 import queue
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import grpc
 import pytest
 
 from swift_ft._pb import log_pb2
-from swift_ft.log.frame import MAGIC
-from swift_ft.log.protocol import code_of, frames_message, message_of, method, reason_of
+from swift_ft.log.frame import MAGIC, decode_header
+from swift_ft.log.protocol import Reason, code_of, frames_message, message_of, method, reason_of
 from swift_ft.log.shared_memory import PLACE, hand_over
+from swift_ft_services.logserver.core import Refused
 from tests.shared_bodies import bodies
 from tests.unit.log.frames import STREAM
 from tests.unit.log.service import JOB
 
 TIMEOUT_S = 60.0
+
+
+def opening(**fields: Any) -> bytes:
+    """A message that opens one stream."""
+    opens = [log_pb2.Open(**{"job": JOB, "stream": STREAM, "generation": 1, **fields})]
+    return log_pb2.AppendRequest(opens=opens).SerializeToString()
 
 
 class HasChannel(Protocol):
@@ -52,6 +60,10 @@ class Call:
                 self.welcome.memory_socket, self.welcome.memory_key, self._bodies.descriptor
             )
             assert self._shared
+
+    def ask(self, **fields: Any) -> None:
+        """To open a stream, and waits for no answer. ``fields``: of the Open."""
+        self.raw(opening(**fields))
 
     def send(self, *frames: bytes) -> None:
         if self._bodies is not None and self._shared and all(frame[:4] == MAGIC for frame in frames):
@@ -91,6 +103,23 @@ class Call:
         self.raw_end()
         with pytest.raises(StopIteration):
             self.read(lambda: False)
+
+
+def append(server: HasChannel, *frames: bytes, generation: int = 1, acked: int = 0) -> Call:
+    """A call by which these have become durable."""
+    call = Call(server)
+    call.open(generation=generation, acked=acked)
+    call.send(*frames)
+    call.until_acked(decode_header(frames[-1]).sequence + 1)
+    return call
+
+
+@contextmanager
+def refusing(reason: Reason, match: str | None = None) -> Iterator[None]:
+    """What is called refuses for that reason."""
+    with pytest.raises(Refused, match=match) as caught:
+        yield
+    assert caught.value.refusal.reason is reason
 
 
 class Replies(list[log_pb2.AppendReply | None]):

@@ -72,6 +72,13 @@ def put(
     writer.append(stream, key(step, microbatch), "int64", (1,), struct.pack("<q", value))
 
 
+def make_durable(writer: LogWriter | Writer, *steps: int) -> None:
+    """A record of each."""
+    for step in steps:
+        put(writer, step)
+    writer.flush(TIMEOUT_S)
+
+
 def value_of(body: memoryview) -> int:
     return int(struct.unpack("<q", body)[0])
 

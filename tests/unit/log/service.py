@@ -3,12 +3,12 @@
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from swift_ft._pb import log_pb2_grpc
+from swift_ft._pb import log_pb2, log_pb2_grpc
 from swift_ft.log.protocol import SERVICE, open_channel
 from swift_ft_services.authorization import Gate
 from swift_ft_services.logserver.engine import LogEngine
@@ -17,17 +17,9 @@ from swift_ft_services.logserver.state import EngineConfig
 from swift_ft_services.logserver.storage_interface import RecoveredJob, Storage
 from swift_ft_services.program import Protection, bind
 from tests.log_client import LogWriter
+from tests.patience import eventually
+from tests.unit.log.frames import JOB, STREAM
 from tests.unit.log.memory_storage import MemoryStorage
-
-JOB = "job"
-
-
-def eventually(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
-    """Waits for something that another thread or process does."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.005)
 
 
 def impatient_about(writer: LogWriter, address: str, words: str) -> None:
@@ -69,6 +61,11 @@ class InProcess:
     @cached_property
     def stub(self) -> log_pb2_grpc.LogStub:
         return log_pb2_grpc.LogStub(self.channel)
+
+    def read(self, **fields: Any) -> bytes:
+        """All frames of a stream that are there. ``fields``: of the request."""
+        request = log_pb2.ReadRequest(**{"job": JOB, "stream": STREAM, **fields})
+        return b"".join(reply.frames for reply in self.stub.Read(request, timeout=10))
 
     def health_status(self) -> int:
         stub = health_pb2_grpc.HealthStub(self.channel)

@@ -10,14 +10,14 @@ from swift_ft.log.frame import Assembler
 from swift_ft.log.protocol import Fsync, Reason
 from swift_ft.log.record import RecordKey
 from swift_ft_services.logserver.append_session import Appends
-from swift_ft_services.logserver.core import Refused
 from swift_ft_services.logserver.engine import Outgoing
 from swift_ft_services.logserver.state import AppendCall, EngineConfig
 from tests.log_client import LogWriter
-from tests.unit.log.append_call import Call, Replies
+from tests.patience import eventually
+from tests.unit.log.append_call import Call, Replies, refusing
 from tests.unit.log.frames import STREAM, frame_of
 from tests.unit.log.memory_storage import MemoryStorage
-from tests.unit.log.service import JOB, InProcess, eventually
+from tests.unit.log.service import JOB, InProcess
 
 TIMEOUT_S = 10.0
 
@@ -55,9 +55,8 @@ def test_frames_of_a_stream_that_is_not_open(server: InProcess) -> None:
 
 def test_no_frame_is_begun_before_a_stream_is_open() -> None:
     session = AppendCall(Replies(), Assembler(1 << 20))
-    with pytest.raises(Refused) as caught:
+    with refusing(Reason.NOT_OPEN):
         Appends.parse(session, memoryview(frame_of(0)[1])[:-1])
-    assert caught.value.refusal.reason is Reason.NOT_OPEN
 
 
 def test_the_newest_call_that_opens_a_stream_has_it(server: InProcess) -> None:
@@ -157,8 +156,7 @@ def test_a_stream_says_when_its_records_are_acknowledged(default: Fsync, said: s
     storage = MemoryStorage()
     with InProcess(storage, EngineConfig(fsync=default, fsync_interval_s=0.05)) as server:
         call = Call(server)
-        opens = [log_pb2.Open(job=JOB, stream=STREAM, generation=1, fsync=said)]
-        call.raw(log_pb2.AppendRequest(opens=opens).SerializeToString())
+        call.ask(fsync=said)
         call.send(frame_of(0)[1])
         call.until_acked(1)
         policy = Fsync(said or default)
@@ -181,8 +179,7 @@ def test_a_writers_policy_comes_before_the_servers() -> None:
 
 def test_a_policy_that_is_not_known(server: InProcess) -> None:
     call = Call(server)
-    opens = [log_pb2.Open(job=JOB, stream=STREAM, generation=1, fsync="sometimes")]
-    call.raw(log_pb2.AppendRequest(opens=opens).SerializeToString())
+    call.ask(fsync="sometimes")
     code, _, message = call.refused()
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert "always, interval, never" in message

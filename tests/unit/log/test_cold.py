@@ -11,7 +11,6 @@ import grpc
 import pytest
 from obstore.store import MemoryStore
 
-from swift_ft._pb import log_pb2
 from swift_ft.errors import LogUnavailable, SwiftError, UsageError
 from swift_ft.log import admin
 from swift_ft.log.manifest import MANIFEST, JobMeta, ManifestDamaged, StreamMeta
@@ -25,13 +24,22 @@ from swift_ft_services.logserver.administration import LostServers, Tiering
 from swift_ft_services.logserver.cold import ColdTier
 from swift_ft_services.logserver.quotas import SpaceConfig
 from swift_ft_services.logserver.state import EngineConfig
-from swift_ft_services.logserver.storage import DirectoryStorage
 from swift_ft_services.logserver.storage_interface import Write
-from tests.unit.log.append_call import Call
+from tests.patience import eventually
+from tests.unit.log.append_call import append
 from tests.unit.log.clients import following
 from tests.unit.log.frames import JOB, STREAM, body_of, frame_of, records_of
-from tests.unit.log.service import InProcess, eventually
-from tests.unit.log.test_storage import FIVE_A_SEGMENT, crash, fill, frame_in
+from tests.unit.log.service import InProcess
+from tests.unit.log.storages import (
+    FIVE_A_SEGMENT,
+    OnDisk,
+    check_frames,
+    crash,
+    fill,
+    frame_in,
+    on_disk,
+    reopened,
+)
 
 URL = "s3://bucket/log"
 
@@ -77,20 +85,12 @@ def cold() -> Cold:
     return Cold()
 
 
-def opened(directory: Path, cold: Cold) -> DirectoryStorage:
-    storage = DirectoryStorage(directory, FIVE_A_SEGMENT, cold=cold.tier)
-    if not storage.recover():
-        storage.save(JOB, JobMeta(generation=1))
-    return storage
+def opened(directory: Path, cold: Cold, records: int = 0) -> OnDisk:
+    return on_disk(directory, FIVE_A_SEGMENT, records=records, cold=cold.tier)
 
 
 def names(directory: Path) -> list[str]:
     return sorted(path.name for path in (directory / JOB / STREAM).iterdir())
-
-
-def reads(storage: DirectoryStorage, begin: int, end: int) -> None:
-    for sequence in range(begin, end):
-        assert frame_in(storage, STREAM, sequence) == frame_of(sequence)[1]
 
 
 def test_a_job_may_come_while_a_lost_servers_objects_are_removed(tmp_path: Path, cold: Cold) -> None:
@@ -106,12 +106,10 @@ def test_a_job_may_come_while_a_lost_servers_objects_are_removed(tmp_path: Path,
     storage.drop_lost(JOB, f"{'0' * 32}/0.0")
     storage.clean_cold()
     assert not storage._objects_of_lost
-    storage.close()
 
 
 def test_segments_move_one_after_the_other_and_are_read_as_before(tmp_path: Path, cold: Cold) -> None:
-    storage = opened(tmp_path, cold)
-    fill(storage, 0, 16)
+    storage = opened(tmp_path, cold, 16)
     before = [(tmp_path / JOB / STREAM / name).read_bytes() for name in names(tmp_path)[:2]]
     place = storage.locate(JOB, STREAM, 1)
     assert [storage.move_oldest(JOB) for _ in range(2)] == [(STREAM, 5), (STREAM, 10)]
@@ -120,32 +118,28 @@ def test_segments_move_one_after_the_other_and_are_read_as_before(tmp_path: Path
     assert bytes(storage.read(place, 24, memoryview(bytearray(9000)))) == frame_of(1)[1][:24], (
         "located before"
     )
-    reads(storage, 0, 16)
+    check_frames(storage, 0, 16)
     assert storage.move_oldest(JOB) == (STREAM, 15)
     assert storage.move_oldest(JOB) is None, "the last one is written, and small"
     fill(storage, 16, 40)
-    reads(storage, 0, 40)
-    crash(storage)
+    check_frames(storage, 0, 40)
 
 
 def test_a_restart_reads_stubs_and_asks_nothing_of_the_store(tmp_path: Path, cold: Cold) -> None:
-    storage = opened(tmp_path, cold)
-    fill(storage, 0, 17)
+    storage = opened(tmp_path, cold, 17)
     storage.move_oldest(JOB)
     storage.move_oldest(JOB)
     crash(storage)
     cold.fails = True
-    again = DirectoryStorage(tmp_path, FIVE_A_SEGMENT, cold=cold.tier)
-    ((found,),) = [job.streams for job in again.recover()]
+    again, found = reopened(tmp_path, FIVE_A_SEGMENT, cold=cold.tier)
     assert list(found.by_sequence) == list(range(17))
     assert (found.cold_below, found.appended, found.holes) == (10, 17, [])
     with pytest.raises(OSError, match="it is away"):
         frame_in(again, STREAM, 3)
     cold.fails = False
-    reads(again, 0, 17)
+    check_frames(again, 0, 17)
     fill(again, 17, 22)
-    reads(again, 0, 22)
-    again.close()
+    check_frames(again, 0, 22)
 
 
 @pytest.mark.parametrize("killed_at", ["upload", "stub", "unlink"])
@@ -158,8 +152,7 @@ def test_a_kill_at_any_point_loses_nothing_and_leaves_nothing(
     def kill(*_: object) -> None:
         raise Killed
 
-    storage = opened(tmp_path, cold)
-    fill(storage, 0, 12)
+    storage = opened(tmp_path, cold, 12)
     with monkeypatch.context() as patch:
         if killed_at == "upload":  # it is there, and its answer is not
             move = cold.tier.move
@@ -172,19 +165,17 @@ def test_a_kill_at_any_point_loses_nothing_and_leaves_nothing(
             storage.move_oldest(JOB)
     crash(storage)
     again = opened(tmp_path, cold)
-    reads(again, 0, 12)
+    check_frames(again, 0, 12)
     again.clean_left()
     assert cold.keys == []
     assert again.move_oldest(JOB) == (STREAM, 5)
-    reads(again, 0, 12)
-    crash(again)
+    check_frames(again, 0, 12)
 
 
 def test_what_is_trimmed_or_dropped_is_removed_there_too_once_the_store_answers(
     tmp_path: Path, cold: Cold
 ) -> None:
-    storage = opened(tmp_path, cold)
-    fill(storage, 0, 22)
+    storage = opened(tmp_path, cold, 22)
     for _ in range(4):
         storage.move_oldest(JOB)
     storage.save(JOB, JobMeta(generation=1, streams={STREAM: StreamMeta(10, 22, "")}))
@@ -200,7 +191,7 @@ def test_what_is_trimmed_or_dropped_is_removed_there_too_once_the_store_answers(
     assert len(cold.keys) == 4
     storage.clean_cold()
     assert len(cold.keys) == 2
-    reads(storage, 10, 22)
+    check_frames(storage, 10, 22)
     assert [name for name in names(tmp_path) if name.endswith(".cold")] == [
         f"{first:020d}.cold" for first in (10, 15)
     ]
@@ -209,12 +200,10 @@ def test_what_is_trimmed_or_dropped_is_removed_there_too_once_the_store_answers(
     storage = opened(tmp_path, cold)
     storage.clean_cold()
     assert cold.keys == []
-    crash(storage)
 
 
 def test_objects_of_a_dropped_job_are_owed_across_restarts(tmp_path: Path, cold: Cold) -> None:
-    storage = opened(tmp_path, cold)
-    fill(storage, 0, 22)
+    storage = opened(tmp_path, cold, 22)
     storage.move_oldest(JOB)
     cold.fails = True
     storage.drop(JOB)()
@@ -223,33 +212,29 @@ def test_objects_of_a_dropped_job_are_owed_across_restarts(tmp_path: Path, cold:
         with pytest.raises(OSError, match="away"):
             storage.clean_cold()
         crash(storage)
-        storage = DirectoryStorage(tmp_path, FIVE_A_SEGMENT, cold=cold.tier)
+        storage = OnDisk(tmp_path, FIVE_A_SEGMENT, cold=cold.tier)
         assert storage.recover() == []
     assert cold.keys
     cold.fails = False
     storage.clean_cold()
     assert cold.keys == []
     assert not list(tmp_path.glob(".dropped-*"))
-    crash(storage)
 
 
 def test_a_job_that_was_dropped_without_its_server_leaves_no_objects(tmp_path: Path, cold: Cold) -> None:
-    storage = opened(tmp_path, cold)
-    fill(storage, 0, 22)
+    storage = opened(tmp_path, cold, 22)
     storage.move_oldest(JOB)
     crash(storage)
     assert inspect(["--directory", str(tmp_path), "--drop-job", JOB, "--force"]) == 0
     assert not list(tmp_path.glob(".dropped-*/*/*"))
-    storage = DirectoryStorage(tmp_path, FIVE_A_SEGMENT, cold=cold.tier)
+    storage = OnDisk(tmp_path, FIVE_A_SEGMENT, cold=cold.tier)
     assert storage.recover() == []
     storage.clean_cold()
     assert cold.keys == []
-    crash(storage)
 
 
 def test_inspect_shows_what_was_moved(tmp_path: Path, cold: Cold, capsys: pytest.CaptureFixture[str]) -> None:
-    storage = opened(tmp_path, cold)
-    fill(storage, 0, 22)
+    storage = opened(tmp_path, cold, 22)
     storage.close()
     facts = DirectoryLog(tmp_path).facts().jobs[0]
     assert (facts.records, facts.problem, facts.streams[0].problems) == (22, "", [])
@@ -275,8 +260,7 @@ def test_inspect_shows_what_was_moved(tmp_path: Path, cold: Cold, capsys: pytest
 
 
 def test_a_later_job_of_that_name_keeps_its_stubs(tmp_path: Path, cold: Cold) -> None:
-    storage = opened(tmp_path, cold)
-    fill(storage, 0, 12)
+    storage = opened(tmp_path, cold, 12)
     storage.move_oldest(JOB)
     storage.remove(JOB, STREAM, 5)  # and before its object is gone
     storage.drop(JOB)()
@@ -285,23 +269,21 @@ def test_a_later_job_of_that_name_keeps_its_stubs(tmp_path: Path, cold: Cold) ->
     storage.move_oldest(JOB)
     storage.clean_cold()
     storage.clean_left()
-    reads(storage, 0, 12)
+    check_frames(storage, 0, 12)
     crash(storage)
     storage = opened(tmp_path, cold)
-    reads(storage, 0, 12)
+    check_frames(storage, 0, 12)
     assert len(cold.keys) == 1
-    crash(storage)
 
 
 def test_objects_of_a_quarantined_job_stay(tmp_path: Path, cold: Cold) -> None:
-    storage = opened(tmp_path, cold)
-    fill(storage, 0, 12)
+    storage = opened(tmp_path, cold, 12)
     storage.move_oldest(JOB)
     crash(storage)
     manifest = tmp_path / JOB / MANIFEST
     content = manifest.read_bytes()
     manifest.write_bytes(content[:-3])
-    storage = DirectoryStorage(tmp_path, FIVE_A_SEGMENT, cold=cold.tier)
+    storage = OnDisk(tmp_path, FIVE_A_SEGMENT, cold=cold.tier)
     (job,) = storage.recover()
     assert job.apart
     storage.clean_left()
@@ -309,58 +291,48 @@ def test_objects_of_a_quarantined_job_stay(tmp_path: Path, cold: Cold) -> None:
     crash(storage)
     manifest.write_bytes(content)
     storage = opened(tmp_path, cold)
-    reads(storage, 0, 12)
-    crash(storage)
+    check_frames(storage, 0, 12)
 
 
 def test_a_damaged_segment_stays(tmp_path: Path, cold: Cold) -> None:
-    storage = opened(tmp_path, cold)
-    fill(storage, 0, 12)
+    storage = opened(tmp_path, cold, 12)
     path = tmp_path / JOB / STREAM / names(tmp_path)[0]
     content = bytearray(path.read_bytes())
     content[400] ^= 1
     path.write_bytes(content)
     assert storage.move_oldest(JOB) is None
     assert cold.keys == []
-    crash(storage)
 
 
 def test_a_file_that_somebody_has_removed_holds_up_no_other_stream(tmp_path: Path, cold: Cold) -> None:
-    storage = opened(tmp_path, cold)
-    fill(storage, 0, 12)
+    storage = opened(tmp_path, cold, 12)
     fill(storage, 0, 12, "s1.F")
     min((tmp_path / JOB / "s1.F").iterdir()).unlink()  # the one that would go first
     assert [storage.move_oldest(JOB) for _ in range(3)] == [None, (STREAM, 5), (STREAM, 10)]
-    crash(storage)
 
 
 def test_the_store_is_remembered(tmp_path: Path, cold: Cold) -> None:
     crash(opened(tmp_path, cold))
-    without = DirectoryStorage(tmp_path, FIVE_A_SEGMENT)
+    without = OnDisk(tmp_path, FIVE_A_SEGMENT)
     with pytest.raises(UsageError, match=f"are in an object store: add --cold {URL}"):
         without.recover()
     crash(without)
-    other = DirectoryStorage(tmp_path, FIVE_A_SEGMENT, cold=ColdTier(cold.objects, "s3://bucket/other"))
+    other = OnDisk(tmp_path, FIVE_A_SEGMENT, cold=ColdTier(cold.objects, "s3://bucket/other"))
     with pytest.raises(UsageError, match=f"are in {URL}: give that one"):
         other.recover()
     crash(other)
     (tmp_path / ".cold").write_text("x" * 5000)
-    damaged = DirectoryStorage(tmp_path, FIVE_A_SEGMENT)
+    damaged = OnDisk(tmp_path, FIVE_A_SEGMENT)
     with pytest.raises(UsageError, match=r"\.cold: it has 5000 bytes, .*: write the URL of the object store"):
         damaged.recover()
-    crash(damaged)
 
 
 def test_a_stub_that_is_damaged_is_no_stub(tmp_path: Path, cold: Cold) -> None:
     stub = Stub(5000, [(0, b"abc"), (4000, b"defg")])
     data = stub.encode()
     again = Stub.decode(data)
-    assert (again.size, again.read(0, 9), again.read(4002, 1), again.read(100, 9)) == (
-        5000,
-        b"abc",
-        b"f",
-        b"",
-    )
+    parts = again.read(0, 9), again.read(4002, 1), again.read(100, 9)
+    assert (again.size, parts) == (5000, (b"abc", b"f", b""))
     for at in range(len(data)):
         damaged = bytearray(data)
         damaged[at] ^= 1
@@ -368,16 +340,13 @@ def test_a_stub_that_is_damaged_is_no_stub(tmp_path: Path, cold: Cold) -> None:
             Stub.decode(bytes(damaged))
         with pytest.raises(ManifestDamaged):
             Stub.decode(data[:at])
-    storage = opened(tmp_path, cold)
-    fill(storage, 0, 12)
+    storage = opened(tmp_path, cold, 12)
     storage.move_oldest(JOB)
     crash(storage)
     path = stub_path(tmp_path / JOB / STREAM / f"{0:020d}.seg")
     path.write_bytes(path.read_bytes()[:-1])
-    again_storage = DirectoryStorage(tmp_path, FIVE_A_SEGMENT, cold=cold.tier)
-    (job,) = again_storage.recover()
+    (job,) = OnDisk(tmp_path, FIVE_A_SEGMENT, cold=cold.tier).recover()
     assert "is damaged: its checksum does not match" in job.apart
-    crash(again_storage)
 
 
 # --- a server ---
@@ -386,7 +355,7 @@ QUOTA, BODY = 200_000, 4_000
 
 
 def serving(directory: Path, cold: Cold) -> tuple[InProcess, Tiering]:
-    storage = DirectoryStorage(directory, 20_000, cold=cold.tier)
+    storage = OnDisk(directory, 20_000, cold=cold.tier)
     config = EngineConfig(space=SpaceConfig(quota_bytes=QUOTA))
     server = InProcess(storage, config, jobs=storage.recover())
     tiering = Tiering(server.engine.state, storage, server.engine.watch)
@@ -399,15 +368,7 @@ def send(server: InProcess, begin: int, end: int) -> None:
     """As a writer that waits while the server has no room."""
     for sequence in range(begin, end):
         eventually(lambda: server.engine.state.space.refuses(JOB, BODY + 200) is None)
-        call = Call(server)
-        call.open()
-        call.send(frame_of(sequence, body=body_of(sequence, BODY))[1])
-        call.until_acked(sequence + 1)
-
-
-def frames(server: InProcess) -> bytes:
-    request = log_pb2.ReadRequest(job=JOB, stream=STREAM, from_step=0, follow=False)
-    return b"".join(reply.frames for reply in server.stub.Read(request))
+        append(server, frame_of(sequence, body=body_of(sequence, BODY))[1])
 
 
 def test_a_job_of_several_quotas_is_taken_and_read(tmp_path: Path, cold: Cold) -> None:
@@ -419,7 +380,7 @@ def test_a_job_of_several_quotas_is_taken_and_read(tmp_path: Path, cold: Cold) -
         assert space.server.used_bytes == tally.hot_bytes <= QUOTA
         eventually(lambda: space.server.part() < space.config.low_water)
         assert not space.wants_checkpoint(JOB)
-        assert frames(server) == b"".join(
+        assert server.read() == b"".join(
             frame_of(sequence, body=body_of(sequence, BODY))[1] for sequence in range(120)
         )
         tiering.stop()
@@ -445,13 +406,13 @@ def test_a_flipped_bit_in_an_object_is_damage_of_that_record(tmp_path: Path, col
         content[6000] ^= 1
         cold.objects.put(cold.keys[0], content)
         with pytest.raises(Exception, match="checksum does not match"):
-            frames(server)
+            server.read()
 
 
 def test_a_large_job_with_nothing_to_move_is_passed_over(
     tmp_path: Path, cold: Cold, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    storage = DirectoryStorage(tmp_path, 20_000, cold=cold.tier)
+    storage = OnDisk(tmp_path, 20_000, cold=cold.tier)
     with InProcess(
         storage, EngineConfig(space=SpaceConfig(quota_bytes=QUOTA)), jobs=storage.recover()
     ) as server:
@@ -479,8 +440,7 @@ def test_a_large_job_with_nothing_to_move_is_passed_over(
 @pytest.fixture
 def lost(tmp_path: Path, cold: Cold) -> Iterator[tuple[InProcess, str]]:
     """A server beside a lost one, which has moved the first ten records of twelve; and where it has moved them."""
-    storage = opened(tmp_path / "lost", cold)
-    fill(storage, 0, 12)
+    storage = opened(tmp_path / "lost", cold, 12)
     storage.move_oldest(JOB)
     storage.move_oldest(JOB)
     folder = storage.cold_folder(JOB)
@@ -492,25 +452,17 @@ def lost(tmp_path: Path, cold: Cold) -> Iterator[tuple[InProcess, str]]:
         tiering.stop()
 
 
-def moved_frames(server: InProcess, folder: str) -> bytes:
-    request = log_pb2.ReadRequest(job=JOB, stream=STREAM, from_step=0, follow=True, cold=folder)
-    return b"".join(reply.frames for reply in server.stub.Read(request))
-
-
 def test_another_server_reads_what_a_lost_one_has_moved(
     lost: tuple[InProcess, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     server, folder = lost
     other = [frame_of(sequence, step=sequence + 5, generation=1, body=b"other")[1] for sequence in range(3)]
-    call = Call(server)
-    call.open()
-    call.send(*other)
-    call.until_acked(3)
+    append(server, *other)
     (stream,) = admin.inventory(server.address, JOB, 10.0, folder)
     assert (stream.records, stream.first_step, stream.last_step, stream.corrupt) == (10, 0, 9, False)
     assert [each.records for each in admin.inventory(server.address, JOB, 10.0)] == [3], "its own"
-    assert moved_frames(server, folder) == b"".join(frame_of(sequence)[1] for sequence in range(10))
-    assert frames(server) == b"".join(other)
+    assert server.read(follow=True, cold=folder) == b"".join(frame_of(sequence)[1] for sequence in range(10))
+    assert server.read() == b"".join(other)
     assert server.engine.state.space.server.used_bytes == sum(map(len, other))
     assert inspect(["--server", server.address]) == 0
     shown = capsys.readouterr().out.splitlines()
@@ -520,10 +472,7 @@ def test_another_server_reads_what_a_lost_one_has_moved(
 def test_a_reader_takes_what_was_moved_and_then_what_follows(lost: tuple[InProcess, str]) -> None:
     """Records of step 7 on count where training went on without the lost server, whatever that one has moved."""
     server, folder = lost
-    call = Call(server)
-    call.open()
-    call.send(*(frame_of(sequence, step=sequence + 7, body=b"new")[1] for sequence in range(4)))
-    call.until_acked(4)
+    append(server, *(frame_of(sequence, step=sequence + 7, body=b"new")[1] for sequence in range(4)))
     reader = LogReader({STREAM: [lost_copy(server.address, folder, 7), server.address]}, JOB)
     with following(reader, STREAM, 0) as cursor:
         bodies = [bytes(cursor.get(RecordKey(step, 0, 0), 10.0, never).body) for step in range(11)]
@@ -545,7 +494,7 @@ def test_a_flipped_bit_in_what_was_moved_is_found(lost: tuple[InProcess, str], c
     content[400] ^= 1
     cold.objects.put(key, content)
     with pytest.raises(grpc.RpcError, match="checksum does not match"):
-        moved_frames(server, folder)
+        server.read(follow=True, cold=folder)
 
 
 def test_a_part_that_is_missing_or_not_the_jobs_is_damage(lost: tuple[InProcess, str], cold: Cold) -> None:
@@ -648,13 +597,11 @@ def test_other_places_are_refused(lost: tuple[InProcess, str], folder: str) -> N
 
 
 def test_what_a_reset_has_dropped_is_not_moved_before_it_is_removed(tmp_path: Path, cold: Cold) -> None:
-    storage = opened(tmp_path, cold)
-    fill(storage, 0, 12)
+    storage = opened(tmp_path, cold, 12)
     meta = JobMeta(generation=2, reset_generation=2, streams={STREAM: StreamMeta(12, 12, "")})
     storage.save(JOB, meta)
     assert storage.move_oldest(JOB) is None
     assert cold.keys == []
-    crash(storage)
 
 
 def test_what_a_reset_has_dropped_is_not_found_behind_it(tmp_path: Path, cold: Cold) -> None:
@@ -686,15 +633,7 @@ def test_what_follows_a_reset_is_in_no_segment_with_what_was_before_it(tmp_path:
         send(server, 0, 3)
         with server.engine.administration._removing:  # it is busy with another stream
             folder = admin.reset(server.address, JOB, 1, 10.0, number=1)
-            call = Call(server)
-            call.open()
-            call.send(
-                *(
-                    frame_of(sequence, step=sequence - 2, body=body_of(sequence, BODY))[1]
-                    for sequence in range(3, 9)
-                )
-            )
-            call.until_acked(9)
+            append(server, *(frame_of(n, step=n - 2, body=body_of(n, BODY))[1] for n in range(3, 9)))
         removed = threading.Event()
         server.engine.administration._janitor_work.put(removed.set)
         assert removed.wait(20)
@@ -703,15 +642,14 @@ def test_what_follows_a_reset_is_in_no_segment_with_what_was_before_it(tmp_path:
     with other:
         (moved,) = admin.inventory(other.address, JOB, 10.0, folder)
         assert (moved.first_step, moved.corrupt) == (1, False)
-        records = list(records_of(moved_frames(other, folder)))
+        records = list(records_of(other.read(follow=True, cold=folder)))
         assert [record.key.step for record in records] == list(range(1, 1 + moved.records))
         assert bytes(records[0].body) == body_of(3, BODY)
         tiering.stop()
 
 
 def test_no_record_of_before_the_reset_counts_wherever_it_is(tmp_path: Path, cold: Cold) -> None:
-    storage = opened(tmp_path / "lost", cold)
-    fill(storage, 0, 3)
+    storage = opened(tmp_path / "lost", cold, 3)
     storage.save(JOB, JobMeta(generation=2))
     storage.commit([Write(JOB, STREAM, n, [frame_of(n, generation=2)[1]]) for n in range(3, 7)], True)
     storage.commit([Write(JOB, STREAM, 7, [frame_of(7, generation=2)[1]])], True)
@@ -726,4 +664,3 @@ def test_no_record_of_before_the_reset_counts_wherever_it_is(tmp_path: Path, col
     assert stream.first == 3
     assert list(stream.by_sequence) == list(range(3, stream.appended))
     assert stream.by_sequence
-    crash(other)

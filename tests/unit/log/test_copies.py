@@ -13,10 +13,11 @@ from swift_ft.log.ring import ALIGN, HEADER_BYTES
 from swift_ft_services.logserver.service import make_server
 from swift_ft_services.program import Protection
 from tests.log_client import Writer
+from tests.patience import eventually
 from tests.unit.log.clients import TIMEOUT_S, Gate, following, key, reading
 from tests.unit.log.clients import rank_writing as writing
 from tests.unit.log.memory_storage import MemoryStorage
-from tests.unit.log.service import JOB, InProcess, eventually
+from tests.unit.log.service import JOB, InProcess
 
 STREAM = "s0.F"
 NOBODY = "127.0.0.1:1"
@@ -40,6 +41,16 @@ def steps_of(server: InProcess) -> list[int]:
 def put_all(writer: Writer, *steps: int) -> None:
     for step in steps:
         put(writer, step)
+
+
+def make_durable(writer: Writer, *steps: int) -> None:
+    put_all(writer, *steps)
+    writer.flush(TIMEOUT_S)
+
+
+def fence(generation: int, *servers: InProcess) -> None:
+    for server in servers:
+        server.engine.administration.fence(JOB, generation)
 
 
 def flip(server: InProcess, step: int) -> None:
@@ -112,29 +123,24 @@ class TestMoving:
         self, one: InProcess, two: InProcess
     ) -> None:
         with writing(one) as writer:
-            put_all(writer, *range(3))
-            writer.flush(TIMEOUT_S)
+            make_durable(writer, *range(3))
             cut_off(one)
             put_all(writer, *range(3, 6))
-            two.engine.administration.fence(JOB, 2)
+            fence(2, two)
             writer.set_generation(2, [two.address])
             writer.flush(TIMEOUT_S)
             assert steps_of(two) == [3, 4, 5]
             # A step that is done again is logged whole, though the lost server had it.
-            put_all(writer, *range(2, 7))
-            writer.flush(TIMEOUT_S)
+            make_durable(writer, *range(2, 7))
             assert steps_of(two) == [2, 3, 4, 5, 6]
 
     def test_a_copy_that_lives_is_not_written_twice(self, one: InProcess, two: InProcess) -> None:
         with InProcess() as three, writing(one, two) as writer:
-            put_all(writer, *range(4))
-            writer.flush(TIMEOUT_S)
+            make_durable(writer, *range(4))
             cut_off(one)
-            for server in (two, three):
-                server.engine.administration.fence(JOB, 2)
+            fence(2, two, three)
             writer.set_generation(2, [two.address, three.address])
-            put_all(writer, *range(3, 6))
-            writer.flush(TIMEOUT_S)
+            make_durable(writer, *range(3, 6))
             assert steps_of(two) == list(range(6))
             assert steps_of(three) == [3, 4, 5]
             with reading(three, two) as reader:
@@ -148,11 +154,9 @@ class TestMoving:
             put_all(writer, *range(4))
             eventually(lambda: steps_of(two) == [0, 1, 2, 3])
             writer.forget_below(3)
-            for server in (two, three):
-                server.engine.administration.fence(JOB, 2)
+            fence(2, two, three)
             writer.set_generation(2, [two.address, three.address])
-            put(writer, 3)
-            writer.flush(TIMEOUT_S)
+            make_durable(writer, 3)
             assert steps_of(two) == steps_of(three) == [0, 1, 2, 3]
 
     def test_both_are_lost_at_once(self, one: InProcess, two: InProcess) -> None:
@@ -160,7 +164,7 @@ class TestMoving:
             for server in (one, two):
                 cut_off(server)
             put_all(writer, *range(4))
-            three.engine.administration.fence(JOB, 2)
+            fence(2, three)
             writer.wait_copied()
             writer.forget_below(3)
             writer.set_generation(2, [three.address])
@@ -171,16 +175,13 @@ class TestMoving:
         self, one: InProcess, two: InProcess
     ) -> None:
         with writing(one, two) as writer:
-            put_all(writer, *range(4))
-            writer.flush(TIMEOUT_S)
-            two.engine.administration.fence(JOB, 2)
+            make_durable(writer, *range(4))
+            fence(2, two)
             writer.set_generation(2, [two.address])
-            for server in (one, two):
-                server.engine.administration.fence(JOB, 3)
+            fence(3, one, two)
             admin.reset(one.address, JOB, 3, TIMEOUT_S)
             writer.set_generation(3, [two.address, one.address])
-            put_all(writer, 3, 4)
-            writer.flush(TIMEOUT_S)
+            make_durable(writer, 3, 4)
             assert steps_of(one) == [3, 4]
             assert steps_of(two) == [0, 1, 2, 3, 4]
 
@@ -191,10 +192,8 @@ class TestMoving:
         """Given up and named again in one breath: the addresses are the same, what it has acknowledged is gone."""
         using = (one, two) if both else (one,)
         with writing(*using) as writer:
-            put_all(writer, *range(4))
-            writer.flush(TIMEOUT_S)
-            for server in using:
-                server.engine.administration.fence(JOB, 3)
+            make_durable(writer, *range(4))
+            fence(3, *using)
             admin.reset(one.address, JOB, 3, TIMEOUT_S)
             writer.set_generation(3, [s.address for s in using], [one.address])
             put_all(writer, 3, 4)  # the step that was dropped is done again
@@ -206,24 +205,20 @@ class TestMoving:
         self, one: InProcess, two: InProcess
     ) -> None:
         with writing(one, two) as writer:
-            put_all(writer, *range(4))
-            writer.flush(TIMEOUT_S)
-            for server in (one, two):
-                server.engine.administration.fence(JOB, 3)
+            make_durable(writer, *range(4))
+            fence(3, one, two)
             assert isinstance(one.storage, MemoryStorage)
             one.storage.frames.clear()
             del one.engine.state.core.jobs[JOB]
-            one.engine.administration.fence(JOB, 3)
+            fence(3, one)
             writer.set_generation(3, [one.address, two.address], [one.address])
-            put(writer, 3)
-            writer.flush(TIMEOUT_S)
+            make_durable(writer, 3)
             assert steps_of(one) == [3]
             assert not any(stream.corrupt for stream in admin.inventory(one.address, JOB, TIMEOUT_S))
 
     def test_one_that_comes_back_gets_what_it_missed(self, one: InProcess, two: InProcess) -> None:
         with writing(one, two) as writer:
-            put(writer, 0)
-            writer.flush(TIMEOUT_S)
+            make_durable(writer, 0)
             cut_off(one)
             put_all(writer, *range(1, 4))
             eventually(lambda: steps_of(two) == [0, 1, 2, 3])
@@ -236,8 +231,7 @@ class TestMoving:
             put(writer, 0)
             with pytest.raises(ServiceError, match=NOBODY):
                 writer.flush(TIMEOUT_S)
-            for server in (two, three):
-                server.engine.administration.fence(JOB, 2)
+            fence(2, two, three)
             writer.set_generation(2, [two.address, three.address])
             writer.flush(TIMEOUT_S)
             assert steps_of(two) == steps_of(three) == [0]
@@ -250,16 +244,13 @@ class TestReplaying:
     def test_a_copy_that_lacks_a_record_gets_it(self, one: InProcess, two: InProcess) -> None:
         for server, steps in ((one, range(4)), (two, range(2))):
             with writing(server) as writer:
-                for step in steps:
-                    put(writer, step)
-                writer.flush(TIMEOUT_S)
+                make_durable(writer, *steps)
         with writing(one, two) as heir, reading(one, two) as reader:
             for server in (one, two):
                 heir.expect(
                     STREAM, reader.digests(STREAM, 0, server.address, cancelled=never), server.address
                 )
-            put_all(heir, *range(5))
-            heir.flush(TIMEOUT_S)
+            make_durable(heir, *range(5))
             assert steps_of(one) == steps_of(two) == list(range(5))
             assert (heir.stats.verified, heir.stats.records) == (4, 1)
 
@@ -274,8 +265,7 @@ class TestReading:
     @pytest.fixture
     def both(self, one: InProcess, two: InProcess) -> tuple[InProcess, InProcess]:
         with writing(one, two) as writer:
-            put_all(writer, *range(6))
-            writer.flush(TIMEOUT_S)
+            make_durable(writer, *range(6))
         return one, two
 
     def test_a_server_that_is_not_there_is_passed_over(self, both: tuple[InProcess, InProcess]) -> None:

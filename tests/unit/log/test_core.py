@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swift_ft.log.frame import CODEC_NONE, FrameHeader
-from swift_ft.log.record import RecordKey, stream_tag
+from swift_ft.log.record import RecordKey
 from swift_ft_services.logserver.core import (
     STEP_UNKNOWN,
     Hole,
@@ -18,10 +17,10 @@ from swift_ft_services.logserver.core import (
     Refused,
     StreamState,
 )
+from tests.unit.log.frames import JOB, frame_of
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "log" / "core"
 TRANSCRIPTS = sorted(GOLDEN.glob("*.txt"))
-JOB = "job"
 
 
 def trimmed(core: LogCore, job: JobState, below_step: int) -> list[StreamState]:
@@ -64,17 +63,11 @@ class Interpreter:
     def do_append(self, stream: str, sequence: str, key: str, generation: str, **more: str) -> str:
         """key: step.microbatch.slot"""
         step, microbatch, slot = map(int, key.split("."))
-        header = FrameHeader(
-            stream_tag=stream_tag(JOB, stream),
-            sequence=int(sequence),
+        header, _ = frame_of(
+            int(sequence),
+            stream=stream,
             generation=int(more.get("frame_generation", generation)),
             key=RecordKey(step, microbatch, slot),
-            dtype="uint8",
-            shape=(8,),
-            codec=CODEC_NONE,
-            raw_bytes=8,
-            stored_bytes=8,
-            body_crc=0,
             digest=more.get("digest", "a").encode(),
         )
         decided = self.core.append(self.stream(stream), int(generation), header)

@@ -3,13 +3,13 @@
 Records are made by hand, as a client in another language would: sound checksums, and fields as it likes."""
 
 from pathlib import Path
+from unittest import mock
 
 import grpc
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from swift_ft._pb import log_pb2
 from swift_ft.errors import ServiceError
 from swift_ft.log import admin
 from swift_ft.log.manifest import MANIFEST, decode_manifest
@@ -21,7 +21,7 @@ from swift_ft_services.logserver.storage import DirectoryStorage
 from tests.unit.log.append_call import TIMEOUT_S, Call
 from tests.unit.log.frames import JOB, STREAM, frame_of, records_of, write_segment
 from tests.unit.log.service import InProcess
-from tests.unit.log.test_storage import on_disk, recovered
+from tests.unit.log.storages import on_disk, recovered, reopened
 
 MAX_32, MAX_64 = (1 << 32) - 1, (1 << 64) - 1
 EDGES_64 = [0, 1, 2, STEP_MAX - 1, STEP_MAX, STEP_MAX + 1, (1 << 63) - 1, 1 << 63, MAX_64]
@@ -44,15 +44,14 @@ def record(sequence: int, key: RecordKey, body: bytes = b"", **fields: object) -
         (record(0, RecordKey(MAX_64, 0, MARK_SLOT)), "steps are at most"),
     ],
 )
-def test_a_record_that_nobody_could_use_is_refused(frame: bytes, words: str) -> None:
-    with InProcess() as server:
-        call = Call(server)
-        call.open()
-        call.send(frame)
-        _, reason, message = call.refused()
-        assert reason == Reason.INVALID
-        assert words in message
-        assert [stream.records for stream in admin.inventory(server.address, JOB, TIMEOUT_S)] == [0]
+def test_a_record_that_nobody_could_use_is_refused(server: InProcess, frame: bytes, words: str) -> None:
+    call = Call(server)
+    call.open()
+    call.send(frame)
+    _, reason, message = call.refused()
+    assert reason == Reason.INVALID
+    assert words in message
+    assert [stream.records for stream in admin.inventory(server.address, JOB, TIMEOUT_S)] == [0]
 
 
 keys = st.builds(
@@ -96,14 +95,11 @@ def test_what_is_acknowledged_can_be_used(
         steps = [key.step for key in there]
         assert found.has_records == bool(steps)
         assert (found.first_step, found.last_step) == (min(steps, default=0), max(steps, default=0))
-        request = log_pb2.ReadRequest(job=JOB, stream=STREAM, from_step=0, follow=False)
-        read = [r for reply in server.stub.Read(request) for r in records_of(reply.frames)]
-        assert {r.key: bytes(r.body) for r in read} == there
+        assert {r.key: bytes(r.body) for r in records_of(server.read())} == there
     facts = DirectoryLog(directory).facts(JOB, verify=True)
     assert facts.verified is not None
     assert not facts.verified.damage
-    storage = DirectoryStorage(directory, 1 << 20)
-    ((stream,),) = [job.streams for job in storage.recover()]
+    storage, stream = reopened(directory)
     storage.close()
     assert [entry.key for entry in stream.by_sequence.values()] == list(there)
     assert not stream.holes
@@ -128,15 +124,8 @@ def test_a_mark_that_an_older_server_took_is_damage(tmp_path: Path) -> None:
     assert "a mark of 6 steps" in found.holes[0].reason
 
 
-def test_a_bug_is_answered_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def fails(*_: object) -> None:
-        raise ValueError("Value out of range: -3")
-
-    with InProcess() as server:
-        monkeypatch.setattr(server.engine.reading, "inventory", fails)
-        with pytest.raises(
-            ServiceError, match=r"internal error in Inventory: ValueError\('Value out of range: -3'\)"
-        ):
-            admin.inventory(server.address, JOB, TIMEOUT_S)
+def test_a_bug_is_answered_in_one_line(server: InProcess, capfd: pytest.CaptureFixture[str]) -> None:
+    bug = mock.Mock(side_effect=ValueError("Value out of range: -3"))
+    said = r"internal error in Inventory: ValueError\('Value out of range: -3'\)"
+    with mock.patch.object(server.engine.reading, "inventory", bug), pytest.raises(ServiceError, match=said):
+        admin.inventory(server.address, JOB, TIMEOUT_S)

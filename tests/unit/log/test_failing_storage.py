@@ -4,6 +4,7 @@ import errno
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -22,11 +23,14 @@ from tests.sim.server import Unlocked
 from tests.unit.log.append_call import Replies
 from tests.unit.log.frames import JOB, STREAM, frame_of
 from tests.unit.log.memory_storage import MemoryStorage
-from tests.unit.log.test_storage import (
+from tests.unit.log.storages import (
     FIVE_A_SEGMENT,
+    check_frames,
     failing,
+    failing_calls,
     files,
     fill,
+    firsts,
     frame_in,
     on_disk,
     recovered,
@@ -37,31 +41,35 @@ from tests.unit.log.test_storage import (
 # -- the storage --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
-def test_what_cannot_be_taken_back_closes_the_storage(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("errors", "words"),
+    [
+        ({"pwritev": errno.EIO}, "a write failed: Input/output error"),
+        (
+            {"pwritev": errno.EIO, "ftruncate": errno.EIO},
+            "Input/output error, and then it could not be taken back",
+        ),
+        (
+            {"pwritev": errno.ENOSPC, "ftruncate": errno.EIO},
+            "No space left on device, and then it could not be taken back",
+        ),
+    ],
+)
+def test_after_a_write_that_failed_or_cannot_be_taken_back_nothing_is_written_nor_sealed(
+    errors: dict[str, int], words: str, tmp_path: Path
 ) -> None:
-    storage = on_disk(tmp_path / "data")
-    fill(storage, 0, 1)
-    with monkeypatch.context() as broken:
-        broken.setattr(os, "pwritev", failing(number))
-        broken.setattr(os, "ftruncate", failing(errno.EIO))
-        with pytest.raises(
-            StorageFailed, match=f"{os.strerror(number)}, and then it could not be taken back"
-        ):
-            storage.commit([write(1)], True)
-    with pytest.raises(StorageFailed, match=os.strerror(number)):
+    storage = on_disk(tmp_path / "data", records=1)
+    with failing_calls(**errors), pytest.raises(StorageFailed, match=words):
+        storage.commit([write(1)], True)
+    with pytest.raises(StorageFailed, match=words.partition(",")[0]):
         storage.commit([write(1)], True)
     storage.close()
     (path,) = files(tmp_path / "data")
     assert scan(path).ending is not Ending.SEALED
 
 
-def test_another_stream_that_cannot_be_taken_back_closes_the_storage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    storage = on_disk(tmp_path / "data")
-    fill(storage, 0, 1)
+def test_another_stream_that_cannot_be_taken_back_closes_the_storage(tmp_path: Path) -> None:
+    storage = on_disk(tmp_path / "data", records=1)
     fill(storage, 0, 1, "s1.F")
     real, cuts = os.ftruncate, iter([True, False])
 
@@ -77,66 +85,45 @@ def test_another_stream_that_cannot_be_taken_back_closes_the_storage(
             raise OSError(errno.EIO, "Input/output error")
         real(fd, size)
 
-    monkeypatch.setattr(os, "pwritev", write_one)
-    monkeypatch.setattr(os, "ftruncate", cut_one)
-    with pytest.raises(StorageFailed, match="could not be taken back"):
+    with (
+        mock.patch.multiple(os, pwritev=write_one, ftruncate=cut_one),
+        pytest.raises(StorageFailed, match="could not be taken back"),
+    ):
         storage.commit([write(1), write(1, "s1.F")], True)
-    monkeypatch.undo()
     with pytest.raises(StorageFailed):
         storage.commit([], True)
-    storage.close()
 
 
-def test_after_a_write_that_failed_nothing_is_written_nor_sealed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    storage = on_disk(tmp_path / "data")
-    fill(storage, 0, 1)
-    with monkeypatch.context() as broken:
-        broken.setattr(os, "pwritev", failing(errno.EIO))
-        with pytest.raises(StorageFailed, match="a write failed: Input/output error"):
-            storage.commit([write(1)], True)
-    with pytest.raises(StorageFailed, match="a write failed: Input/output error"):
-        storage.commit([write(1)], True)
-    storage.close()
-    (path,) = files(tmp_path / "data")
-    assert scan(path).ending is not Ending.SEALED
-
-
-def test_a_bug_in_a_write_closes_the_storage_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    storage = on_disk(tmp_path / "data")
-    fill(storage, 0, 1)
+def test_a_bug_in_a_write_closes_the_storage_too(tmp_path: Path) -> None:
+    storage = on_disk(tmp_path / "data", records=1)
 
     def broken(self: Segment, sizes: object) -> list[int]:
         raise AssertionError
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Segment, "offsets_of", broken)
-        with pytest.raises(AssertionError):
-            storage.commit([write(1)], True)
+    with mock.patch.object(Segment, "offsets_of", broken), pytest.raises(AssertionError):
+        storage.commit([write(1)], True)
     with pytest.raises(StorageFailed, match="AssertionError"):
         storage.commit([write(1)], True)
-    storage.close()
 
 
-def test_a_reserve_that_cannot_be_given_up_is_told_as_the_disks_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reserve_that_cannot_be_given_up_is_told_as_the_disks_failure(tmp_path: Path) -> None:
     storage = on_disk(tmp_path / "data")
-    with monkeypatch.context() as broken:
-        broken.setattr(os, "pwritev", failing(errno.ENOSPC))
-        broken.setattr(
-            Path, "unlink", lambda path, missing_ok=False: path.name == RESERVE and failing(errno.EIO)()
-        )
-        with pytest.raises(StorageFailed, match="Input/output error"):
-            storage.save(JOB, JobMeta(generation=2))
-    storage.close()
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        if path.name == RESERVE:
+            failing(errno.EIO)()
+
+    with (
+        failing_calls(pwritev=errno.ENOSPC),
+        mock.patch.object(Path, "unlink", unlink),
+        pytest.raises(StorageFailed, match="Input/output error"),
+    ):
+        storage.save(JOB, JobMeta(generation=2))
 
 
-def with_an_empty_segment(directory: Path, monkeypatch: pytest.MonkeyPatch) -> DirectoryStorage:
+def with_an_empty_segment(directory: Path) -> DirectoryStorage:
     """Records 0 to 4 fill a segment; for record 5 there was room for the next one's header alone."""
-    storage = on_disk(directory, FIVE_A_SEGMENT)
-    fill(storage, 0, 5)
+    storage = on_disk(directory, FIVE_A_SEGMENT, records=5)
     real, room = os.pwritev, iter([True, True])  # the footer, the header
 
     def full(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
@@ -144,18 +131,14 @@ def with_an_empty_segment(directory: Path, monkeypatch: pytest.MonkeyPatch) -> D
             return real(fd, buffers, offset)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with monkeypatch.context() as broken:
-        broken.setattr(os, "pwritev", full)
-        with pytest.raises(StorageFull):
-            storage.commit([write(5)], True)
-    assert [int(path.stem) for path in files(directory)] == [0, 5]
+    with mock.patch.object(os, "pwritev", full), pytest.raises(StorageFull):
+        storage.commit([write(5)], True)
+    assert firsts(directory) == [0, 5]
     return storage
 
 
-def test_a_commit_in_the_midst_of_a_removal_finds_its_segment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    storage = with_an_empty_segment(tmp_path / "data", monkeypatch)
+def test_a_commit_in_the_midst_of_a_removal_finds_its_segment(tmp_path: Path) -> None:
+    storage = with_an_empty_segment(tmp_path / "data")
     real, first = Path.unlink, files(tmp_path / "data")[0]
 
     def unlink(path: Path, missing_ok: bool = False) -> None:
@@ -163,23 +146,17 @@ def test_a_commit_in_the_midst_of_a_removal_finds_its_segment(
             fill(storage, 5, 6)
         real(path, missing_ok)
 
-    monkeypatch.setattr(Path, "unlink", unlink)
-    assert storage.remove(JOB, STREAM, 5) > 0
-    monkeypatch.undo()
-    assert [int(path.stem) for path in files(tmp_path / "data")] == [5]
+    with mock.patch.object(Path, "unlink", unlink):
+        assert storage.remove(JOB, STREAM, 5) > 0
+    assert firsts(tmp_path / "data") == [5]
     fill(storage, 6, 7)
-    for sequence in (5, 6):
-        assert frame_in(storage, STREAM, sequence) == frame_of(sequence)[1]
+    check_frames(storage, 5, 7)
     storage.close()
-    found = recovered(tmp_path / "data")
-    assert sequences(found) == [5, 6]
+    assert sequences(recovered(tmp_path / "data")) == [5, 6]
 
 
-def test_what_could_not_be_unlinked_is_unlinked_the_next_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    storage = on_disk(tmp_path / "data", FIVE_A_SEGMENT)
-    fill(storage, 0, 15)
+def test_what_could_not_be_unlinked_is_unlinked_the_next_time(tmp_path: Path) -> None:
+    storage = on_disk(tmp_path / "data", FIVE_A_SEGMENT, records=15)
     real, allowed = Path.unlink, iter([True])
 
     def unlink(path: Path, missing_ok: bool = False) -> None:
@@ -187,77 +164,53 @@ def test_what_could_not_be_unlinked_is_unlinked_the_next_time(
             raise OSError(errno.EIO, "Input/output error")
         real(path, missing_ok)
 
-    with monkeypatch.context() as broken:
-        broken.setattr(Path, "unlink", unlink)
-        with pytest.raises(StorageFailed):
-            storage.remove(JOB, STREAM, 15)
-    assert [int(path.stem) for path in files(tmp_path / "data")] == [5, 10]
+    with mock.patch.object(Path, "unlink", unlink), pytest.raises(StorageFailed):
+        storage.remove(JOB, STREAM, 15)
+    assert firsts(tmp_path / "data") == [5, 10]
     fill(storage, 15, 16)
     assert storage.remove(JOB, STREAM, 15) > 0
-    assert [int(path.stem) for path in files(tmp_path / "data")] == [15]
+    assert firsts(tmp_path / "data") == [15]
     assert frame_in(storage, STREAM, 15) == frame_of(15)[1]
-    storage.close()
 
 
-def test_a_drop_that_the_disk_refuses_leaves_the_job_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    storage = on_disk(tmp_path / "data")
-    fill(storage, 0, 2)
-    with monkeypatch.context() as broken:
-        broken.setattr(os, "rename", failing(errno.EIO))
-        with pytest.raises(StorageFailed, match="Input/output error"):
-            storage.drop(JOB)
+def test_a_drop_that_the_disk_refuses_leaves_the_job_whole(tmp_path: Path) -> None:
+    storage = on_disk(tmp_path / "data", records=2)
+    with failing_calls(rename=errno.EIO), pytest.raises(StorageFailed, match="Input/output error"):
+        storage.drop(JOB)
     fill(storage, 2, 3)
-    assert [frame_in(storage, STREAM, at) for at in range(3)] == [frame_of(at)[1] for at in range(3)]
+    check_frames(storage, 0, 3)
     storage.drop(JOB)()
     assert not (tmp_path / "data" / JOB).exists()
     storage.save(JOB, JobMeta(generation=1))  # a later job of that name
     fill(storage, 0, 1)
     assert frame_in(storage, STREAM, 0) == frame_of(0)[1]
-    storage.close()
 
 
-def test_a_job_is_dropped_whole_after_an_error_of_what_notes_acknowledgements(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    storage = on_disk(tmp_path / "data")
-    fill(storage, 0, 1)
-    with monkeypatch.context() as broken:
-        broken.setattr(os, "pwrite", failing(errno.EIO))
+def test_a_job_is_dropped_whole_after_an_error_of_what_notes_acknowledgements(tmp_path: Path) -> None:
+    storage = on_disk(tmp_path / "data", records=1)
+    with failing_calls(pwrite=errno.EIO):
         fill(storage, 1, 2)  # nobody needs it
     storage.drop(JOB)()
     assert not [path for path in (tmp_path / "data").iterdir() if JOB in path.name]
     storage.save(JOB, JobMeta(generation=1))  # a later job of that name
     fill(storage, 0, 1)
     assert frame_in(storage, STREAM, 0) == frame_of(0)[1]
-    storage.close()
 
 
-def test_a_drop_whose_sync_fails_closes_the_storage_and_leaves_what_can_be_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    storage = on_disk(tmp_path / "data")
-    fill(storage, 0, 2)
-    with monkeypatch.context() as broken:
-        broken.setattr(os, "fsync", failing(errno.EIO))
-        with pytest.raises(StorageFailed, match="a sync failed"):
-            storage.drop(JOB)
+def test_a_drop_whose_sync_fails_closes_the_storage_and_leaves_what_can_be_read(tmp_path: Path) -> None:
+    storage = on_disk(tmp_path / "data", records=2)
+    with failing_calls(fsync=errno.EIO), pytest.raises(StorageFailed, match="a sync failed"):
+        storage.drop(JOB)
     assert frame_in(storage, STREAM, 1) == frame_of(1)[1]
     with pytest.raises(StorageFailed, match="a sync failed"):
         storage.commit([write(2)], True)
-    storage.close()
 
 
-def test_a_directory_whose_name_is_not_safe_is_not_taken_for_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_whose_name_is_not_safe_is_not_taken_for_made(tmp_path: Path) -> None:
     """Else records in it would be acknowledged the next time, and be gone with the power."""
     storage = on_disk(tmp_path / "data")
-    with monkeypatch.context() as broken:
-        broken.setattr(os, "fsync", failing(errno.ENOSPC))
-        with pytest.raises(StorageFull):
-            storage.commit([write(0)], True)
+    with failing_calls(fsync=errno.ENOSPC), pytest.raises(StorageFull):
+        storage.commit([write(0)], True)
     assert not (tmp_path / "data" / JOB / STREAM).exists()
     synced: list[str] = []
     real = os.fsync
@@ -266,10 +219,9 @@ def test_a_directory_whose_name_is_not_safe_is_not_taken_for_made(
         synced.append(os.readlink(f"/proc/self/fd/{fd}"))
         real(fd)
 
-    monkeypatch.setattr(os, "fsync", noted)
-    fill(storage, 0, 1)
+    with mock.patch.object(os, "fsync", noted):
+        fill(storage, 0, 1)
     assert str(tmp_path / "data" / JOB) in synced
-    storage.close()
 
 
 # -- the committer ------------------------------------------------------------------------------------

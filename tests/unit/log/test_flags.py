@@ -44,9 +44,10 @@ def test_a_log_server_refuses_them_in_one_line(flag: str, value: str, words: str
     ("flags", "words"),
     [
         (["--heartbeat-s", "1e300"], "choose 0.01 to 60 s"),
+        (["--heartbeat-s", "0.001"], "choose 0.01 to 60 s"),
         (["--lease-s", "1e12", "--step-bound-s", "1e13"], "choose at most 86400 s"),
-        (["--heartbeat-s", "1", "--lease-s", "0.1"], "at least 3 heartbeats"),
-        (["--step-bound-s", "1"], "at least 2 leases"),
+        (["--heartbeat-s", "1", "--lease-s", "2.9"], "at least 3 heartbeats"),
+        (["--lease-s", "10", "--step-bound-s", "19"], "at least 2 leases"),
         (["--log-lost-s", "1e300"], "choose 6 to"),
         (["--listen", "http://10.0.0.5:7300"], "is not HOST:PORT"),
         (["--calls-per-token-s", "1e-300"], "at least 1"),

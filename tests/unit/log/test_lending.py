@@ -19,10 +19,11 @@ from swift_ft.log.shared_memory import LentFiles, ask_for_files
 from swift_ft_services.logserver import reading as server_reading
 from swift_ft_services.logserver.reading import Lender, Reading
 from swift_ft_services.logserver.storage import DirectoryStorage
+from tests.patience import eventually
 from tests.unit.log.clients import TIMEOUT_S, following, key, put, reading, value_of, writing
-from tests.unit.log.service import JOB, InProcess, eventually
+from tests.unit.log.service import JOB, InProcess
+from tests.unit.log.storages import on_disk
 from tests.unit.log.test_cold import Cold
-from tests.unit.log.test_storage import on_disk
 
 STEPS = 40
 SEGMENT_BYTES = 1500  # some ten records

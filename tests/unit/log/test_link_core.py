@@ -11,35 +11,33 @@ from swift_ft._pb import log_pb2
 from swift_ft.errors import LogUnavailable, SequenceConflict, ServiceError, StaleGeneration, UsageError
 from swift_ft.log.frame import BODY_BYTES_MAX, MESSAGE_BYTES, Assembler, decode_header
 from swift_ft.log.protocol import MESSAGE_BYTES_MAX, Reason, split_frames
-from swift_ft.log.record import RecordKey, digest_of, stream_tag
+from swift_ft.log.record import stream_tag
 from swift_ft.log.sender_core import BATCH_BYTES, FULL_RETRY_S, RETRY_S, LinkCore, LinkMeter, Outgoing
 from swift_ft.log.shared_memory import PLACE
 from tests.unit.log.frames import JOB, STREAM, body_of, frame_of
 
 SIZES = [1, BATCH_BYTES - 1000, BATCH_BYTES, MESSAGE_BYTES - 1, MESSAGE_BYTES, MESSAGE_BYTES + 1]
-ZEROS = {size: crc32c.crc32c(bytes(size)) for size in SIZES}
+ZEROS = {size: crc32c.crc32c(bytes(size)) for size in (*SIZES, 2 * MESSAGE_BYTES)}
 
 
 def outgoing(step: int) -> Outgoing:
-    body = body_of(step)
+    header, frame = frame_of(step)
     return Outgoing(
         stream=STREAM,
-        key=RecordKey(step, 0, 0),
-        dtype="uint8",
-        shape=(len(body),),
-        raw_bytes=len(body),
-        codec=0,
-        stored=body,
-        body_crc=crc32c.crc32c(body),
-        digest=digest_of("uint8", (len(body),), body),
+        key=header.key,
+        dtype=header.dtype,
+        shape=header.shape,
+        raw_bytes=header.raw_bytes,
+        codec=header.codec,
+        stored=frame[header.header_bytes :],
+        body_crc=header.body_crc,
+        digest=header.digest,
     )
 
 
-def sized(step: int, size: int, stream: str) -> Outgoing:
-    record = outgoing(step)
-    record.stream, record.stored, record.body_crc = stream, bytes(size), ZEROS[size]
-    record.raw_bytes, record.shape = size, (size,)
-    return record
+def sized(step: int, size: int, stream: str = STREAM) -> Outgoing:
+    fields = {"stored": bytes(size), "body_crc": ZEROS[size], "raw_bytes": size, "shape": (size,)}
+    return replace(outgoing(step), stream=stream, **fields)
 
 
 def opened(
@@ -128,10 +126,10 @@ def test_a_body_in_memory_is_as_large_as_one_that_is_sent(core: LinkCore) -> Non
     core.share(number)
     core.next_message(number)
     for step in range(4):
-        core.enqueue(replace(sized(step, BATCH_BYTES, STREAM), place=step * BATCH_BYTES), 0.0)
+        core.enqueue(replace(sized(step, BATCH_BYTES), place=step * BATCH_BYTES), 0.0)
     assert [len(in_memory(core.next_message(number))) for _ in range(4)] == [1, 1, 1, 1]
     core.on_reply(number, log_pb2.AppendReply(welcome=log_pb2.Welcome(body_bytes_max=BATCH_BYTES - 1)), 0.0)
-    core.enqueue(replace(sized(4, BATCH_BYTES, STREAM), place=0), 0.0)
+    core.enqueue(replace(sized(4, BATCH_BYTES), place=0), 0.0)
     assert core.next_message(number) is None
     with pytest.raises(UsageError, match="are more than log server here accepts"):
         raise core.error(0.0, 0.0) or AssertionError
@@ -175,10 +173,7 @@ def test_a_successor_goes_on_where_a_writer_was_killed() -> None:
 
 def test_a_record_is_not_let_go_before_its_last_message(core: LinkCore) -> None:
     """Another writer's copy of it may be durable while this one is still sent: its memory is in use."""
-    large = bytes(2 * MESSAGE_BYTES)
-    record = outgoing(3)
-    record.stored, record.raw_bytes, record.shape = large, len(large), (len(large),)
-    core.enqueue(record, 0.0)
+    core.enqueue(sized(3, 2 * MESSAGE_BYTES), 0.0)
     number, _ = opened(core, 0, credit=1 << 30)
     assert sequences(core.next_message(number)) == [0, 1, 2]
     core.next_message(number)

@@ -2,11 +2,13 @@
 
 Of the damage nothing is left: in the files, for other calls, for readers, after a start."""
 
+import errno
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -23,23 +25,29 @@ from swift_ft_services.logserver.reading import Reading
 from swift_ft_services.logserver.state import AppendCall, EngineConfig, ServerState
 from swift_ft_services.logserver.storage import DirectoryStorage
 from swift_ft_services.logserver.storage_interface import Place, Write
-from tests.unit.log.append_call import Call, Replies
+from tests.unit.log.append_call import Replies, append, refusing
 from tests.unit.log.frames import JOB, STREAM, frame_of
 from tests.unit.log.memory_storage import MemoryStorage
 from tests.unit.log.service import InProcess
-from tests.unit.log.test_core import trimmed
-from tests.unit.log.test_storage import (
+from tests.unit.log.storages import (
     FIVE_A_SEGMENT,
     FRAME,
+    OnDisk,
+    check_frames,
     crash,
+    failing,
     files,
     fill,
     frame_in,
+    left_by_a_kill,
     on_disk,
     recovered,
+    reopened,
     sequences,
+    spans,
     write,
 )
+from tests.unit.log.test_core import trimmed
 
 LARGE = bytes(range(1, 251)) * 20
 
@@ -90,7 +98,7 @@ class Server:
         self.stream.insert_hole(Hole(begin, end, end, "a checksum", gone))
 
     def holes(self) -> list[tuple[int, int]]:
-        return [(hole.sequence, hole.end_sequence) for hole in self.stream.holes]
+        return spans(self.stream)
 
 
 def replies(session: AppendCall) -> list[int]:
@@ -188,9 +196,8 @@ def test_what_does_not_fit_its_place_is_not_acknowledged() -> None:
     known = server.stream.by_sequence[1]
     server.stream.remove(known)
     server.stream.add(replace(known, frame_bytes=known.frame_bytes + 8))
-    with pytest.raises(Refused) as caught:
+    with refusing(Reason.CORRUPT):
         server.appends.accept(again, [(header, [memoryview(frame)])])
-    assert caught.value.refusal.reason is Reason.CORRUPT
 
 
 def test_records_that_are_gone_at_the_end_are_written_anew() -> None:
@@ -212,9 +219,8 @@ def test_what_is_refused_gives_nothing_back() -> None:
     server = Server(6)
     server.damage(2, 6, index=False, gone=True)
     header, frame = frame_of(4, step=1)
-    with pytest.raises(Refused) as caught:
+    with refusing(Reason.CONFLICT):
         server.appends.accept(server.connect(acked=4), [(header, [memoryview(frame)])])
-    assert caught.value.refusal.reason is Reason.CONFLICT
     assert (server.holes(), server.stream.appended) == ([(2, 6)], 6)
 
 
@@ -271,16 +277,14 @@ def test_another_writers_record_is_a_conflict_as_ever() -> None:
     server = Server(3)
     server.damage(1, 2)
     header, frame = frame_of(1, body=b"other bytes, as many: 24")
-    with pytest.raises(Refused) as caught:
+    with refusing(Reason.CONFLICT):
         server.appends.accept(server.connect(), [(header, [memoryview(frame)])])
-    assert caught.value.refusal.reason is Reason.CONFLICT
     # Nothing is known of a record whose header is damaged, but its key must be free.
     server = Server(3)
     server.damage(1, 2, index=False)
     header, frame = frame_of(1, step=0)
-    with pytest.raises(Refused) as caught:
+    with refusing(Reason.CONFLICT):
         server.appends.accept(server.connect(), [(header, [memoryview(frame)])])
-    assert caught.value.refusal.reason is Reason.CONFLICT
     assert server.holes() == [(1, 2)]
 
 
@@ -398,9 +402,8 @@ def test_a_late_reader_says_nothing_of_a_record_that_was_mended() -> None:
 
     storage.when_read[1] = mended
     request = log_pb2.ReadRequest(job=JOB, stream=STREAM)
-    with pytest.raises(Refused, match="record 1") as caught:
+    with refusing(Reason.BUSY, match="record 1"):
         list(reading(server).read(request, lambda: True))
-    assert caught.value.refusal.reason is Reason.BUSY
     assert (server.holes(), server.stream.corrupt_reason) == ([], "")
     found = b"".join(reading(server).read(request, lambda: True))
     assert all(frame_of(sequence)[1] in found for sequence in range(4))
@@ -413,10 +416,6 @@ def mending(sequence: int, generation: int = 2) -> Write:
     return Write(
         JOB, STREAM, sequence, [memoryview(frame_of(sequence, generation=generation)[1])], mends=True
     )
-
-
-def segment(directory: Path) -> Path:
-    return sorted((directory / JOB / STREAM).glob("*.seg"))[0]
 
 
 def flip(path: Path, sequence: int, at: int) -> None:
@@ -438,6 +437,11 @@ def check(storage: DirectoryStorage, directory: Path, count: int, mended: int) -
     for sequence in range(count):
         wanted = frame_of(sequence, generation=2 if sequence == mended else 1)[1]
         assert frame_in(storage, STREAM, sequence) == wanted, sequence
+    check_next_start(directory, count)
+
+
+def check_next_start(directory: Path, count: int) -> None:
+    """What the next server finds."""
     found = recovered(directory)
     assert (found.holes, sequences(found), found.appended) == ([], list(range(count)), count)
 
@@ -446,18 +450,16 @@ def check(storage: DirectoryStorage, directory: Path, count: int, mended: int) -
 @pytest.mark.parametrize("how", ["open", "sealed", "started"])
 def test_a_damaged_body_is_mended_in_its_place(directory: Path, how: str, sequence: int) -> None:
     """60 frames are two blocks and a half: some lie across two of them."""
-    storage = on_disk(directory, generation=2)
-    storage.commit([write(n) for n in range(60)], True)
+    storage = on_disk(directory, records=60, generation=2)
     if how == "sealed":
         storage.close()
-        storage = on_disk(directory, generation=2)
+        storage = on_disk(directory)
     if how == "started":
         crash(storage)
-    flip(segment(directory), sequence, BODY)
+    flip(files(directory)[0], sequence, BODY)
     if how == "started":
-        storage = DirectoryStorage(directory, 1 << 20)
-        (job,) = storage.recover()
-        assert [hole.sequence for hole in job.streams[0].holes] == [sequence]
+        storage, found = reopened(directory)
+        assert spans(found) == [(sequence, sequence + 1)]
     assert storage.commit([mending(sequence), write(60)], True) == []
     check(storage, directory, 61, sequence)
     fill(storage, 61, 63)
@@ -468,19 +470,15 @@ def test_a_damaged_body_is_mended_in_its_place(directory: Path, how: str, sequen
 
 @pytest.mark.parametrize("sequence", [0, 1, 58, 59])
 def test_a_damaged_header_is_mended_where_its_neighbours_leave_room(directory: Path, sequence: int) -> None:
-    storage = on_disk(directory, generation=2)
-    storage.commit([write(n) for n in range(60)], True)
-    crash(storage)
-    flip(segment(directory), sequence, HEADER)
-    storage = DirectoryStorage(directory, 1 << 20)
-    (job,) = storage.recover()
-    assert [(hole.sequence, hole.end_sequence) for hole in job.streams[0].holes] == [(sequence, sequence + 1)]
+    path = left_by_a_kill(directory, 60, generation=2)
+    flip(path, sequence, HEADER)
+    storage, found = reopened(directory)
+    assert spans(found) == [(sequence, sequence + 1)]
     large = Write(JOB, STREAM, sequence, [frame_of(sequence, body=LARGE)[1]], mends=True)
-    fits = sequence == 59  # nothing is behind it
-    before = segment(directory).read_bytes()
-    if not fits:
+    before = path.read_bytes()
+    if sequence != 59:  # something is behind it
         assert storage.commit([large], True) == [large]
-        assert segment(directory).read_bytes() == before
+        assert path.read_bytes() == before
     assert storage.commit([mending(sequence)], True) == []
     fill(storage, 60, 62)
     check(storage, directory, 62, sequence)
@@ -491,66 +489,56 @@ def test_a_damaged_header_is_mended_where_its_neighbours_leave_room(directory: P
 @pytest.mark.parametrize("body", [LARGE, None], ids=["larger", "smaller"])
 def test_at_the_end_of_a_file_there_is_room_for_any_frame(directory: Path, body: bytes | None) -> None:
     """As after a change of codec. Nothing of the damaged one is left behind it."""
-    storage = on_disk(directory, generation=2)
+    storage = on_disk(directory)
     frames = [frame_of(0)[1], frame_of(1, body=None if body else LARGE)[1]]
     storage.commit([Write(JOB, STREAM, n, [frame]) for n, frame in enumerate(frames)], True)
     crash(storage)
-    flip(segment(directory), 1, HEADER)
-    storage = DirectoryStorage(directory, 1 << 20)
-    (job,) = storage.recover()
-    assert [(hole.sequence, hole.end_sequence) for hole in job.streams[0].holes] == [(1, 2)]
+    flip(files(directory)[0], 1, HEADER)
+    storage, found = reopened(directory)
+    assert spans(found) == [(1, 2)]
     storage.commit([Write(JOB, STREAM, 1, [frame_of(1, body=body)[1]], mends=True)], True)
     fill(storage, 2, 4)
     crash(storage)
-    found = recovered(directory)
-    assert (found.holes, sequences(found)) == ([], [0, 1, 2, 3])
+    check_next_start(directory, 4)
 
 
 def test_what_is_in_no_file_cannot_be_mended(directory: Path) -> None:
-    storage = on_disk(directory, generation=2)
-    fill(storage, 0, 3)
+    storage = on_disk(directory, records=3)
     lost = mending(7)
     other = Write(JOB, "s9.F", 0, [frame_of(0, stream="s9.F")[1]], mends=True)
     assert storage.commit([lost, other], True) == [lost, other]
-    storage.close()
 
 
 def test_what_somebody_has_removed_cannot_be_mended_and_concerns_nobody_else(directory: Path) -> None:
-    storage = on_disk(directory, generation=2)
-    fill(storage, 0, 3)
-    segment(directory).unlink()
+    storage = on_disk(directory, records=3)
+    files(directory)[0].unlink()
     lost = mending(1)
     for number in range(2):  # its file was still written to, and is not any more
         assert storage.commit([lost, write(number, "s1.F")], True) == [lost]
-    storage.close()
 
 
 def test_records_go_on_behind_a_hole_in_a_file_of_their_own(directory: Path) -> None:
-    storage = on_disk(directory, generation=2)
-    fill(storage, 0, 3)
+    storage = on_disk(directory, records=3)
     storage.commit([write(5)], True)
     storage.close()
     found = recovered(directory)
     assert [(hole.sequence, hole.end_sequence, hole.gone) for hole in found.holes] == [(3, 5, True)]
     assert sequences(found) == [0, 1, 2, 5]
     # One that its writer has still finds its place at the end of the first file.
-    storage = on_disk(directory, generation=2)
+    storage = on_disk(directory)
     lost = mending(4, 1)
     assert storage.commit([lost], True) == [lost]
     assert storage.commit([mending(3, 1)], True) == []
     assert storage.commit([lost], True) == []
-    assert [frame_in(storage, STREAM, n) for n in (2, 3, 4, 5)] == [frame_of(n)[1] for n in (2, 3, 4, 5)]
+    check_frames(storage, 2, 6)
     storage.close()
-    found = recovered(directory)
-    assert (found.holes, sequences(found)) == ([], list(range(6)))
+    check_next_start(directory, 6)
 
 
 def test_it_is_durable_at_once(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the policy of what else is written."""
-    storage = on_disk(directory, generation=2)
-    storage.commit([write(n) for n in range(5)], True)
-    storage.close()
-    storage = on_disk(directory, generation=2)
+    on_disk(directory, records=5).close()
+    storage = on_disk(directory)
     calls: list[str] = []
     for name in ("write", "sync"):
         call = getattr(RealFile, name)
@@ -562,42 +550,28 @@ def test_it_is_durable_at_once(directory: Path, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(RealFile, name, watched)
     storage.commit([mending(2)], False)
     assert calls == ["write", "sync"]
+
+
+def test_neighbours_that_cannot_be_read_are_left_alone(directory: Path) -> None:
+    storage = on_disk(directory, records=5, generation=2)
+    (path,) = files(directory)
+    flip(path, 2, BODY)
     storage.close()
-
-
-def test_neighbours_that_cannot_be_read_are_left_alone(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    storage = on_disk(directory, generation=2)
-    storage.commit([write(n) for n in range(5)], True)
-    flip(segment(directory), 2, BODY)
-    storage.close()
-    storage = on_disk(directory, generation=2)
-    before = segment(directory).read_bytes()
-
-    def unreadable(*_: object) -> bytes:
-        raise OSError(5, "Input/output error")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(RealFile, "read", unreadable)
-        lost = mending(2)
+    storage = on_disk(directory)
+    before, lost = path.read_bytes(), mending(2)
+    with mock.patch.object(RealFile, "read", failing(errno.EIO)):
         assert storage.commit([lost], True) == [lost]
-    assert segment(directory).read_bytes() == before
+    assert path.read_bytes() == before
     assert storage.commit([mending(2)], True) == []
     check(storage, directory, 5, 2)
-    storage.close()
 
 
 def test_a_kill_in_between_harms_no_neighbour(directory: Path, tmp_path: Path) -> None:
     """Any part of the write may be there, from its first byte on: all others are as they were."""
-    storage = on_disk(directory, generation=2)
-    storage.commit([write(n) for n in range(60)], True)
-    crash(storage)
-    path = segment(directory)
+    path = left_by_a_kill(directory, 60)
     flip(path, 30, BODY)
     before = path.read_bytes()
-    storage = DirectoryStorage(directory, 1 << 20)
-    storage.recover()
+    storage = on_disk(directory)
     storage.commit([mending(30)], True)
     crash(storage)
     after = path.read_bytes()
@@ -622,7 +596,7 @@ class Started(Server):
     """The parts that decide, on the files of a server that is gone."""
 
     def __init__(self, directory: Path, segment_bytes: int = 1 << 20) -> None:
-        self.files = DirectoryStorage(directory, segment_bytes)
+        self.files = OnDisk(directory, segment_bytes)
         jobs = self.files.recover()
         self.state = ServerState(self.files, EngineConfig(), threading.Condition())
         self.commits = Commits(self.state)
@@ -636,15 +610,18 @@ class Started(Server):
         left = self.files.commit([queued.write for queued in batch], True)
         return [notice.event for notice in self.commits.committed(batch, True, 0.0, left)]
 
+    def check_sent_again(self, directory: Path, begin: int, end: int) -> None:
+        """A writer that knows of those before; all are there then, also for the next server."""
+        session = self.connect(acked=begin)
+        self.send(session, *range(begin, end))
+        self.commit()
+        assert (replies(session)[-1], self.holes(), session.refusal) == (end, [], None)
+        crash(self.files)
+        check_next_start(directory, end)
+
 
 class Killed(BaseException):
     """The process ends here."""
-
-
-def check_next_start(directory: Path, count: int) -> None:
-    """What the next server finds."""
-    found = recovered(directory)
-    assert (found.holes, sequences(found), found.appended) == ([], list(range(count)), count)
 
 
 def damage_header(path: Path) -> None:
@@ -655,24 +632,20 @@ def damage_header(path: Path) -> None:
 
 
 def test_a_damaged_segment_header_is_written_again_with_its_first_record(directory: Path) -> None:
-    storage = on_disk(directory)
-    storage.commit([write(n) for n in range(6)], True)
-    crash(storage)
-    damage_header(segment(directory))
+    damage_header(left_by_a_kill(directory, 6))
     server = Started(directory)
     assert server.holes() == [(0, 1), (1, 6)]
     session = server.connect()
     assert server.send(session, *range(6)) == []
     assert server.commit() == ["mended"]
     assert (replies(session)[-1], server.holes()) == (6, [])
-    assert [frame_in(server.files, STREAM, n) for n in range(6)] == [frame_of(n)[1] for n in range(6)]
+    check_frames(server.files, 0, 6)
     crash(server.files)
     check_next_start(directory, 6)
 
 
 def test_that_of_a_file_in_the_middle_too(directory: Path) -> None:
-    storage = on_disk(directory, FIVE_A_SEGMENT)
-    fill(storage, 0, 12)
+    storage = on_disk(directory, FIVE_A_SEGMENT, records=12)
     storage.close()
     damage_header(files(directory)[1])
     server = Started(directory, FIVE_A_SEGMENT)
@@ -683,7 +656,7 @@ def test_that_of_a_file_in_the_middle_too(directory: Path) -> None:
     assert (replies(session)[-1], server.holes()) == (12, [])
     server.send(session, 12)
     server.commit()
-    assert [frame_in(server.files, STREAM, n) for n in range(13)] == [frame_of(n)[1] for n in range(13)]
+    check_frames(server.files, 0, 13)
     crash(server.files)
     check_next_start(directory, 13)
 
@@ -694,43 +667,23 @@ def test_two_things_may_say_that_a_record_is_damaged(
     directory: Path, damaged: tuple[int, ...], end: str
 ) -> None:
     """In a sealed file what is behind it, and the footer."""
-    storage = on_disk(directory)
-    storage.commit([write(n) for n in range(6)], True)
-    if end == "close":
-        storage.close()
-    else:
-        crash(storage)
+    storage = on_disk(directory, records=6)
+    storage.close() if end == "close" else crash(storage)
     for sequence in damaged:
-        flip(segment(directory), sequence, HEADER)
-    server = Started(directory)
-    session = server.connect(acked=damaged[0])
-    server.send(session, *range(damaged[0], 7))
-    server.commit()
-    assert (replies(session)[-1], server.holes()) == (7, [])
-    crash(server.files)
-    check_next_start(directory, 7)
+        flip(files(directory)[0], sequence, HEADER)
+    Started(directory).check_sent_again(directory, damaged[0], 7)
 
 
 def test_a_torn_tail_behind_damage_is_cut_off_too(directory: Path) -> None:
     """Records go on in a file of their own: what was left here would be damage at the next start."""
-    storage = on_disk(directory)
-    storage.commit([write(n) for n in range(6)], True)
-    crash(storage)
-    path = segment(directory)
+    path = left_by_a_kill(directory, 6)
     flip(path, 2, BODY)
     path.write_bytes(path.read_bytes()[: SEGMENT_HEADER_BYTES + 6 * FRAME] + frame_of(6)[1][:100])
-    server = Started(directory)
-    session = server.connect(acked=2)
-    server.send(session, *range(2, 8))
-    server.commit()
-    assert (replies(session)[-1], server.holes()) == (8, [])
-    crash(server.files)
-    check_next_start(directory, 8)
+    Started(directory).check_sent_again(directory, 2, 8)
 
 
 def test_a_file_without_a_footer_before_another_one_is_mended_at_its_end(directory: Path) -> None:
-    storage = on_disk(directory)
-    fill(storage, 0, 3)
+    storage = on_disk(directory, records=3)
     storage.commit([write(5)], True)
     storage.close()
     server = Started(directory)
@@ -749,35 +702,31 @@ def test_a_file_without_a_footer_before_another_one_is_mended_at_its_end(directo
 
 
 def test_where_the_first_of_several_begins_the_one_before_it_ends(directory: Path) -> None:
-    storage = on_disk(directory, generation=2)
-    storage.commit([write(n) for n in range(8)], True)
-    crash(storage)
-    path = segment(directory)
+    path = left_by_a_kill(directory, 8, generation=2)
     flip(path, 2, BODY)
     flip(path, 3, HEADER)
     flip(path, 4, HEADER)
-    storage = DirectoryStorage(directory, 1 << 20)
-    (job,) = storage.recover()
-    assert [(hole.sequence, hole.end_sequence) for hole in job.streams[0].holes] == [(2, 3), (3, 5)]
+    storage, found = reopened(directory)
+    assert spans(found) == [(2, 3), (3, 5)]
     before = path.read_bytes()
     lost = mending(3)
     assert storage.commit([lost], True) == [lost], "nobody knows where it ends"
     assert path.read_bytes() == before
     assert storage.commit([mending(2)], True) == []
     crash(storage)
-    assert [(hole.sequence, hole.end_sequence) for hole in recovered(directory).holes] == [(3, 5)]
+    assert spans(recovered(directory)) == [(3, 5)]
 
 
 @pytest.mark.parametrize("killed_at", ["resize", "write", "sync"])
 def test_a_kill_while_a_smaller_frame_takes_its_place_leaves_no_record_that_never_was(
-    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: str
+    directory: Path, killed_at: str
 ) -> None:
     """The writer's next record is 2, whatever is left of a larger record 1."""
     storage = on_disk(directory)
     large = Write(JOB, STREAM, 1, [frame_of(1, body=bytes(range(1, 251)) * 60)[1]])
     storage.commit([write(0), large], True)
     crash(storage)
-    path = segment(directory)
+    (path,) = files(directory)
     flip(path, 1, HEADER)
     server = Started(directory)
     server.send(server.connect(acked=1), 1)
@@ -787,34 +736,25 @@ def test_a_kill_while_a_smaller_frame_takes_its_place_leaves_no_record_that_neve
         before.append(path.read_bytes())
         raise Killed
 
-    with monkeypatch.context() as patched:
-        patched.setattr(RealFile, killed_at, killed)
-        with pytest.raises(Killed):
-            server.commit()
+    with mock.patch.object(RealFile, killed_at, killed), pytest.raises(Killed):
+        server.commit()
     crash(server.files)
     found = recovered(directory)
     assert found.appended == 2
-    assert [(hole.sequence, hole.end_sequence) for hole in found.holes] in ([(1, 2)], [])
+    assert spans(found) in ([(1, 2)], [])
     if killed_at == "write":  # or any part of it was there
         begin = SEGMENT_HEADER_BYTES + FRAME
         for cut in range(begin, begin + FRAME, 11):
             path.write_bytes(before[0][:begin] + frame_of(1)[1][: cut - begin] + before[0][cut:])
             found = recovered(directory)
-            assert [(hole.sequence, hole.end_sequence) for hole in found.holes] == [(1, 2)]
+            assert spans(found) == [(1, 2)]
             assert found.appended == 2
-    server = Started(directory)
-    session = server.connect(acked=1)
-    server.send(session, 1, 2)
-    server.commit()
-    assert (replies(session)[-1], server.holes()) == (3, [])
-    crash(server.files)
-    check_next_start(directory, 3)
+    Started(directory).check_sent_again(directory, 1, 3)
 
 
 def test_an_empty_file_is_not_in_the_way_of_records_that_come_again(directory: Path) -> None:
     """It has the name of a record that was to follow those that are gone."""
-    storage = on_disk(directory)
-    fill(storage, 0, 3)
+    storage = on_disk(directory, records=3)
     storage._new_segment((JOB, STREAM), 6, sync=False)
     crash(storage)
     server = Started(directory, SEGMENT_HEADER_BYTES + 2 * FRAME)
@@ -827,38 +767,24 @@ def test_an_empty_file_is_not_in_the_way_of_records_that_come_again(directory: P
     crash(server.files)
     found = recovered(directory)
     assert sequences(found) == [0, 1, 2, *range(4, 9)]
-    assert [(hole.sequence, hole.end_sequence) for hole in found.holes] == [(3, 4)]
+    assert spans(found) == [(3, 4)]
 
 
 # -- a call -----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def directory_server(directory: Path) -> Iterator[InProcess]:
-    storage = DirectoryStorage(directory, 1 << 20)
-    storage.recover()
-    with InProcess(storage) as running:
-        yield running
-
-
-def test_a_reader_finds_damage_and_the_writer_comes_back(
-    directory_server: InProcess, directory: Path
-) -> None:
-    call = Call(directory_server)
-    call.open()
-    call.send(*(frame_of(sequence)[1] for sequence in range(4)))
-    call.until_acked(4)
-    flip(segment(directory), 2, BODY)
-    reading = directory_server.engine.reading
-    request = log_pb2.ReadRequest(job=JOB, stream=STREAM)
-    with pytest.raises(Refused, match="record 2"):
-        list(reading.read(request, lambda: True))
-    again = Call(directory_server)  # it has not heard of the last acknowledgements
-    again.open(acked=1)
-    again.send(*(frame_of(sequence)[1] for sequence in (1, 2, 3)))
-    again.until_acked(4)
-    found = b"".join(reading.read(request, lambda: True))
-    assert all(frame_of(sequence)[1] in found for sequence in range(4))
-    (stream,) = reading.inventory(JOB).streams
-    assert (stream.corrupt, stream.records) == (False, 4)
-    again.end()
+def test_a_reader_finds_damage_and_the_writer_comes_back(directory: Path) -> None:
+    with InProcess(on_disk(directory)) as server:
+        append(server, *(frame_of(sequence)[1] for sequence in range(4)))
+        flip(files(directory)[0], 2, BODY)
+        reading = server.engine.reading
+        request = log_pb2.ReadRequest(job=JOB, stream=STREAM)
+        with pytest.raises(Refused, match="record 2"):
+            list(reading.read(request, lambda: True))
+        # It has not heard of the last acknowledgements.
+        again = append(server, *(frame_of(sequence)[1] for sequence in (1, 2, 3)), acked=1)
+        found = b"".join(reading.read(request, lambda: True))
+        assert all(frame_of(sequence)[1] in found for sequence in range(4))
+        (stream,) = reading.inventory(JOB).streams
+        assert (stream.corrupt, stream.records) == (False, 4)
+        again.end()

@@ -5,7 +5,6 @@ import time
 
 import pytest
 
-from swift_ft._pb import log_pb2
 from swift_ft.errors import LogUnavailable, ServiceError, UsageError
 from swift_ft.log import admin
 from swift_ft.log.directory import LIVES_S
@@ -14,8 +13,9 @@ from swift_ft_services.logserver.engine import LogEngine
 from swift_ft_services.logserver.quotas import DiskState, SpaceConfig
 from swift_ft_services.logserver.state import EngineConfig
 from tests.log_client import LogWriter
+from tests.patience import eventually
 from tests.unit.log.memory_storage import MemoryStorage
-from tests.unit.log.service import JOB, InProcess, eventually, impatient_about
+from tests.unit.log.service import JOB, InProcess, impatient_about
 
 BODY = 10_000
 FRAME = BODY + 128 + 8
@@ -85,9 +85,7 @@ def test_a_full_disk_alarm_ends_without_a_writer_when_space_is_back() -> None:
         assert "no space left" in status.space.reason
         # Reading, trimming and fencing work.
         (found,) = admin.inventory(server.address, JOB, TIMEOUT_S)
-        request = log_pb2.ReadRequest(job=JOB, stream="s0.F", from_step=0)
-        frames = b"".join(reply.frames for reply in server.stub.Read(request))
-        assert len(frames) == found.records * FRAME > 0
+        assert len(server.read()) == found.records * FRAME > 0
         admin.fence(server.address, JOB, 2, TIMEOUT_S)
         assert admin.trim(server.address, JOB, found.records, TIMEOUT_S) == found.records
         # Trimmed, but the disk says that others have taken the room.

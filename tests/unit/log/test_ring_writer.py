@@ -16,8 +16,9 @@ from swift_ft.log.ring import Memory, Word, header_of, producer
 from swift_ft.log.sender_core import BATCH_BYTES
 from swift_ft.log.sidecar import RingWriter
 from tests.log_client import Writer, close_links
+from tests.patience import eventually
 from tests.unit.log.clients import TIMEOUT_S, key, rank_writing
-from tests.unit.log.service import JOB, InProcess, eventually
+from tests.unit.log.service import JOB, InProcess
 
 BODY = b"\7" * 100
 

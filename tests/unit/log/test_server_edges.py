@@ -1,12 +1,12 @@
 """What comes at a bad moment, or asks for what is not there: it costs nobody but itself, and leaves nothing."""
 
 import errno
-import mmap
 import os
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import grpc
 import pytest
@@ -27,18 +27,14 @@ from swift_ft_services.logserver.service import LogServicer
 from swift_ft_services.logserver.state import EngineConfig
 from swift_ft_services.logserver.storage_interface import Place
 from tests.log_client import LogWriter
+from tests.patience import eventually
 from tests.unit.log.append_call import Call
 from tests.unit.log.clients import TIMEOUT_S, following, key, reading, writing
 from tests.unit.log.frames import JOB, STREAM, frame_of
 from tests.unit.log.memory_storage import MemoryStorage
-from tests.unit.log.service import InProcess, eventually
+from tests.unit.log.service import InProcess
+from tests.unit.log.storages import check_frames, failing, failing_calls, on_disk, write
 from tests.unit.log.test_core import trimmed
-from tests.unit.log.test_storage import fill, frame_in, on_disk, write
-
-
-def os_error(number: int) -> OSError:
-    return OSError(number, os.strerror(number))
-
 
 # -- jobs that are not there ----------------------------------------------------------------------------
 
@@ -52,48 +48,40 @@ def test_asking_for_a_job_makes_none() -> None:
     config = EngineConfig(jobs_max=1, space=SpaceConfig(job_quota_bytes=1 << 20))
     with InProcess(config=config) as server:
         before = kept(server.engine)
-        stub = server.stub
-        assert list(stub.Read(log_pb2.ReadRequest(job="nobody", stream=STREAM), timeout=TIMEOUT_S)) == []
-        assert (
-            list(stub.Digests(log_pb2.DigestsRequest(job="nobody", stream=STREAM), timeout=TIMEOUT_S)) == []
-        )
+        assert server.read(job="nobody") == b""
+        asked = log_pb2.DigestsRequest(job="nobody", stream=STREAM)
+        assert list(server.stub.Digests(asked, timeout=TIMEOUT_S)) == []
         with pytest.raises(grpc.RpcError) as reset:
-            stub.Reset(log_pb2.ResetRequest(job="nobody", generation=1), timeout=TIMEOUT_S)
+            server.stub.Reset(log_pb2.ResetRequest(job="nobody", generation=1), timeout=TIMEOUT_S)
         assert reason_of(reset.value) == Reason.UNKNOWN
         call = Call(server)
-        opening = log_pb2.Open(job="nobody", stream=STREAM, generation=1)
-        call.raw(log_pb2.AppendRequest(opens=[opening]).SerializeToString())
+        call.ask(job="nobody")
         assert call.refused()[1] == Reason.LIMIT
         assert kept(server.engine) == before == ({JOB}, {JOB}, set())
 
 
-def test_an_open_that_no_generation_allows_makes_no_job() -> None:
-    with InProcess() as server:
-        before = kept(server.engine)
-        call = Call(server)
-        opening = log_pb2.Open(job="nobody", stream=STREAM, generation=1)
-        call.raw(log_pb2.AppendRequest(opens=[opening]).SerializeToString())
-        assert call.refused()[1] == Reason.NOT_GRANTED
-        assert kept(server.engine) == before
+def test_an_open_that_no_generation_allows_makes_no_job(server: InProcess) -> None:
+    before = kept(server.engine)
+    call = Call(server)
+    call.ask(job="nobody")
+    assert call.refused()[1] == Reason.NOT_GRANTED
+    assert kept(server.engine) == before
 
 
-def test_a_reader_that_follows_may_come_before_its_job() -> None:
-    with InProcess() as server:
-        replies = server.stub.Read(
-            log_pb2.ReadRequest(job="late", stream=STREAM, follow=True), timeout=TIMEOUT_S
-        )
-        found: list[bytes] = []
-        reader = threading.Thread(target=lambda: found.append(next(replies).frames))
-        reader.start()
-        server.engine.administration.fence("late", 1)
-        writer = LogWriter([server.address], "late", 1)
-        writer.append(STREAM, RecordKey(0, 0, 0), "uint8", (3,), b"abc")
-        writer.close()
-        reader.join(TIMEOUT_S)
-        assert found
-        assert found[0].endswith(b"abc")
-        assert list(server.engine.state.core.jobs["late"].readers.values()) == [0]
-        replies.cancel()
+def test_a_reader_that_follows_may_come_before_its_job(server: InProcess) -> None:
+    replies = server.stub.Read(log_pb2.ReadRequest(job="late", stream=STREAM, follow=True), timeout=TIMEOUT_S)
+    found: list[bytes] = []
+    reader = threading.Thread(target=lambda: found.append(next(replies).frames))
+    reader.start()
+    server.engine.administration.fence("late", 1)
+    writer = LogWriter([server.address], "late", 1)
+    writer.append(STREAM, RecordKey(0, 0, 0), "uint8", (3,), b"abc")
+    writer.close()
+    reader.join(TIMEOUT_S)
+    assert found
+    assert found[0].endswith(b"abc")
+    assert list(server.engine.state.core.jobs["late"].readers.values()) == [0]
+    replies.cancel()
 
 
 # -- calls that are over --------------------------------------------------------------------------------
@@ -125,7 +113,7 @@ class Unreadable(MemoryStorage):
 
     def read(self, place: Place, size: int, buffer: memoryview) -> memoryview:
         if self.errors:
-            raise os_error(self.errors.pop())
+            failing(self.errors.pop())()
         return super().read(place, size, buffer)
 
 
@@ -136,7 +124,7 @@ def test_a_read_that_the_server_has_no_means_for_makes_no_hole(number: int) -> N
         fill_stream(server, 2)
         storage.errors = [number]
         with pytest.raises(grpc.RpcError, match=os.strerror(number)) as caught:
-            list(server.stub.Read(log_pb2.ReadRequest(job=JOB, stream=STREAM), timeout=TIMEOUT_S))
+            server.read()
         assert reason_of(caught.value) == Reason.BUSY
         assert server.engine.state.core.jobs[JOB].streams[STREAM].holes == []
         # A reader asks again.
@@ -153,25 +141,19 @@ def test_bytes_that_are_lost_are_a_hole(number: int) -> None:
         storage.errors = [number]
         for _ in range(2):
             with pytest.raises(grpc.RpcError, match=os.strerror(number)) as caught:
-                list(server.stub.Read(log_pb2.ReadRequest(job=JOB, stream=STREAM), timeout=TIMEOUT_S))
+                server.read()
             assert reason_of(caught.value) == Reason.CORRUPT
         (hole,) = server.engine.state.core.jobs[JOB].streams[STREAM].holes
         assert (hole.sequence, hole.end_sequence) == (0, 1)
 
 
-def test_no_memory_to_read_into_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
-    with InProcess() as server:
-        fill_stream(server, 1)
-
-        def none_left(size: int) -> mmap.mmap:
-            raise os_error(errno.ENOMEM)
-
-        with monkeypatch.context() as short:
-            short.setattr(server_reading, "page_aligned", none_left)
-            with pytest.raises(grpc.RpcError) as caught:
-                list(server.stub.Read(log_pb2.ReadRequest(job=JOB, stream=STREAM), timeout=TIMEOUT_S))
-        assert reason_of(caught.value) == Reason.BUSY
-        assert list(server.stub.Read(log_pb2.ReadRequest(job=JOB, stream=STREAM), timeout=TIMEOUT_S))
+def test_no_memory_to_read_into_is_no_damage(server: InProcess) -> None:
+    fill_stream(server, 1)
+    none_left = mock.patch.object(server_reading, "page_aligned", failing(errno.ENOMEM))
+    with none_left, pytest.raises(grpc.RpcError) as caught:
+        server.read()
+    assert reason_of(caught.value) == Reason.BUSY
+    assert server.read()
 
 
 def fill_stream(server: InProcess, count: int) -> None:
@@ -201,26 +183,13 @@ def test_holes_stay_in_order_however_they_are_found(order: list[int]) -> None:
 # -- no descriptor to spare -----------------------------------------------------------------------------
 
 
-def test_without_a_descriptor_the_storage_is_where_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    storage = on_disk(tmp_path / "data")
-    fill(storage, 0, 1)
-    real = os.open
-
-    def none_left(path: Path, flags: int, mode: int = 0o777) -> int:
-        raise os_error(errno.EMFILE)
-
-    with monkeypatch.context() as short:
-        short.setattr(os, "open", none_left)
-        with pytest.raises(StorageBusy, match="Too many open files"):
-            storage.commit([write(1), write(0, "s1.F")], True)
-    assert os.open is real
+def test_without_a_descriptor_the_storage_is_where_it_was(tmp_path: Path) -> None:
+    storage = on_disk(tmp_path / "data", records=1)
+    with failing_calls(open=errno.EMFILE), pytest.raises(StorageBusy, match="Too many open files"):
+        storage.commit([write(1), write(0, "s1.F")], True)
     storage.commit([write(1), write(0, "s1.F")], True)
-    for stream, count in ((STREAM, 2), ("s1.F", 1)):
-        for at in range(count):
-            assert frame_in(storage, stream, at) == frame_of(at, stream=stream)[1]
-    storage.close()
+    check_frames(storage, 0, 2)
+    check_frames(storage, 0, 1, "s1.F")
 
 
 # -- threads that go on ---------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-from swift_ft._pb import log_pb2
 from swift_ft.errors import JobSetApart, ServiceError, UsageError
 from swift_ft.log import admin
 from swift_ft.log.directory import NAME as ACKED
@@ -30,19 +29,20 @@ from swift_ft.log.manifest import (
 from swift_ft.log.protocol import Reason, reason_of
 from swift_ft.log.segment import SEGMENT_HEADER_BYTES, SEQUENCE_MAX
 from swift_ft.tools.inspect import main as inspect
-from swift_ft_services.logserver.storage import DirectoryStorage
-from tests.unit.log.append_call import TIMEOUT_S, Call
+from tests.unit.log.append_call import TIMEOUT_S, Call, append
 from tests.unit.log.frames import JOB, STREAM, frame_of
 from tests.unit.log.service import InProcess
-from tests.unit.log.test_storage import (
+from tests.unit.log.storages import (
     FIVE_A_SEGMENT,
     FRAME,
+    OnDisk,
     crash,
     files,
     fill,
     on_disk,
     recovered,
     sequences,
+    spans,
 )
 
 OTHER = "other"
@@ -52,22 +52,15 @@ class Server(InProcess):
     """On a directory, as the process would start it."""
 
     def __init__(self, directory: Path, segment_bytes: int = 1 << 20) -> None:
-        storage = DirectoryStorage(directory, segment_bytes)
+        storage = OnDisk(directory, segment_bytes)
         super().__init__(storage, jobs=storage.recover(), granted=False)
 
     def fence(self, job: str = JOB, generation: int = 1) -> None:
         admin.fence(self.address, job, generation, TIMEOUT_S)
 
     def append(self, begin: int, end: int, generation: int = 1, acked: int = 0) -> None:
-        call = Call(self)
-        call.open(generation=generation, acked=acked)
-        call.send(*[frame_of(n, generation=generation)[1] for n in range(begin, end)])
-        call.until_acked(end)
-        call.end()
-
-    def read(self, from_step: int = 0) -> bytes:
-        request = log_pb2.ReadRequest(job=JOB, stream=STREAM, from_step=from_step, follow=False)
-        return b"".join(reply.frames for reply in self.stub.Read(request, timeout=TIMEOUT_S))
+        frames = [frame_of(n, generation=generation)[1] for n in range(begin, end)]
+        append(self, *frames, generation=generation, acked=acked).end()
 
     def apart(self) -> dict[str, str]:
         return {found.job: found.apart for found in admin.status(self.address, TIMEOUT_S).jobs if found.apart}
@@ -99,11 +92,7 @@ def test_an_older_manifest_does_not_undo_a_fence(tmp_path: Path) -> None:
     with Server(tmp_path) as server:
         assert "it is older: of generation 1, and 5 was granted" in server.apart()[JOB]
         call = Call(server)
-        call.raw(
-            log_pb2.AppendRequest(
-                opens=[log_pb2.Open(job=JOB, stream=STREAM, generation=1)]
-            ).SerializeToString()
-        )
+        call.ask()
         assert call.refused()[1] == Reason.APART
 
 
@@ -175,11 +164,7 @@ def test_segments_of_a_dropped_job_copied_in_while_the_server_runs_are_not_serve
         shutil.copy(segment_of(data), old)
         admin.drop(server.address, JOB, TIMEOUT_S, force=True)
         server.fence()
-        call = Call(server)
-        call.open()
-        bodies = [bytes([n + 1] * 24) for n in range(4)]
-        call.send(*[frame_of(n, body=bodies[n])[1] for n in range(4)])
-        call.until_acked(4)
+        append(server, *(frame_of(n, body=bytes([n + 1] * 24))[1] for n in range(4)))
         path = segment_of(data)
         with path.open("r+b") as file:  # in its place: the server has it open
             file.write(old.read_bytes())
@@ -208,29 +193,21 @@ def test_segments_of_a_dropped_job_copied_in_while_the_server_was_down_are_damag
 # -- records that were acknowledged and are gone -------------------------------------------------------------
 
 
-def cut(path: Path) -> None:
-    os.truncate(path, SEGMENT_HEADER_BYTES + 2 * FRAME)
+LOSSES: dict[str, tuple[Callable[[Path], None], int]] = {
+    "cut": (lambda path: os.truncate(path, SEGMENT_HEADER_BYTES + 2 * FRAME), 7),
+    "empty": (lambda path: os.truncate(path, 0), 5),
+    "removed": (Path.unlink, 5),
+    "with the stream": (lambda path: shutil.rmtree(path.parent), 0),
+}
+"""What happens to the last of two files -> how many records are left."""
 
 
-def empty(path: Path) -> None:
-    os.truncate(path, 0)
-
-
-def remove(path: Path) -> None:
-    path.unlink()
-
-
-def remove_stream(path: Path) -> None:
-    shutil.rmtree(path.parent)
-
-
-@pytest.mark.parametrize(("how", "left"), [(cut, 7), (empty, 5), (remove, 5), (remove_stream, 0)])
+@pytest.mark.parametrize(("how", "left"), LOSSES.values(), ids=LOSSES)
 def test_what_was_acknowledged_in_the_last_file_is_missed(
     tmp_path: Path, how: Callable[[Path], None], left: int
 ) -> None:
     """The server was killed: the file has no footer, and the manifest no count."""
-    storage = on_disk(tmp_path / "data", FIVE_A_SEGMENT)
-    fill(storage, 0, 9)
+    storage = on_disk(tmp_path / "data", FIVE_A_SEGMENT, records=9)
     crash(storage)
     how(files(tmp_path / "data")[-1])
     found = recovered(tmp_path / "data")
@@ -241,13 +218,12 @@ def test_what_was_acknowledged_in_the_last_file_is_missed(
 
 def test_without_the_note_the_manifest_still_knows_the_files_before_the_last(tmp_path: Path) -> None:
     """As after a power cut that kept nothing of the note."""
-    storage = on_disk(tmp_path / "data", FIVE_A_SEGMENT)
-    fill(storage, 0, 9)
+    storage = on_disk(tmp_path / "data", FIVE_A_SEGMENT, records=9)
     crash(storage)
     (tmp_path / "data" / ACKED).unlink()
     shutil.rmtree(tmp_path / "data" / JOB / STREAM)
     found = recovered(tmp_path / "data")
-    assert [(hole.sequence, hole.end_sequence) for hole in found.holes] == [(0, 5)]
+    assert spans(found) == [(0, 5)]
 
 
 @pytest.mark.parametrize("lives", [True, False])
@@ -255,8 +231,7 @@ def test_a_last_file_and_its_note_put_back_together_are_missed_by_a_writer_that_
     tmp_path: Path, lives: bool
 ) -> None:
     """All that is left agrees: the limit that docs/format.md names."""
-    storage = on_disk(tmp_path / "data")
-    fill(storage, 0, 5)
+    storage = on_disk(tmp_path / "data", records=5)
     note = tmp_path / "data" / ACKED
     (segment,) = files(tmp_path / "data")
     before = {path: path.read_bytes() for path in (segment, note)}
@@ -277,8 +252,7 @@ def test_a_last_file_and_its_note_put_back_together_are_missed_by_a_writer_that_
 
 
 def test_a_damaged_note_harms_nobody(tmp_path: Path) -> None:
-    storage = on_disk(tmp_path / "data")
-    fill(storage, 0, 3)
+    storage = on_disk(tmp_path / "data", records=3)
     crash(storage)
     note = tmp_path / "data" / ACKED
     whole = note.read_bytes()
@@ -288,18 +262,6 @@ def test_a_damaged_note_harms_nobody(tmp_path: Path) -> None:
 
 
 # -- what is no file -----------------------------------------------------------------------------------------
-
-
-def link(path: Path) -> None:
-    path.symlink_to("/etc/hostname")
-
-
-def pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def directory_(path: Path) -> None:
-    path.mkdir()
 
 
 def device(path: Path) -> None:
@@ -320,20 +282,24 @@ def socket_(path: Path) -> None:
         os.chdir(here)
 
 
-def loop(path: Path) -> None:
-    path.symlink_to(path)
-
-
 def huge(path: Path) -> None:
     path.touch()
     os.truncate(path, 1 << 42)
 
 
-def garbage(path: Path) -> None:
-    path.write_bytes(b"swift-log-manifest 2 00000000\n{}")
-
-
-SOMETHING = [link, pipe, directory_, device, socket_, loop]
+SOMETHING: dict[str, Callable[[Path], None]] = {
+    "link": lambda path: path.symlink_to("/etc/hostname"),
+    "pipe": os.mkfifo,
+    "directory": Path.mkdir,
+    "device": device,
+    "socket": socket_,
+    "loop": lambda path: path.symlink_to(path),
+}
+IN_PLACE_OF_A_JOBS = {
+    **SOMETHING,
+    "huge": huge,
+    "garbage": lambda path: path.write_bytes(b"swift-log-manifest 2 00000000\n{}"),
+}
 PLACES: dict[str, Callable[[Path], Path]] = {
     "segment": segment_of,
     "manifest": lambda data: data / JOB / MANIFEST,
@@ -343,8 +309,8 @@ PLACES: dict[str, Callable[[Path], Path]] = {
 }
 
 
-def is_usual(place: str, something: Callable[[Path], None]) -> bool:
-    return place == "segment" or something in (link, garbage)
+def is_usual(place: str, something: str) -> bool:
+    return place == "segment" or something in ("link", "garbage")
 
 
 @pytest.mark.parametrize(
@@ -352,20 +318,17 @@ def is_usual(place: str, something: Callable[[Path], None]) -> bool:
     [
         pytest.param(place, something, marks=() if is_usual(place, something) else pytest.mark.matrix)
         for place in PLACES
-        for something in [*SOMETHING, huge, garbage]
-        if (place, something) not in [("stream", directory_), ("job", directory_), ("segment", garbage)]
+        for something in IN_PLACE_OF_A_JOBS
+        if (place, something) not in [("stream", "directory"), ("job", "directory"), ("segment", "garbage")]
     ],
 )
 def test_something_else_in_the_place_of_a_file(
-    tmp_path: Path, place: str, something: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, place: str, something: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     two_jobs(tmp_path)
     path = PLACES[place](tmp_path)
     shutil.rmtree(path) if path.is_dir() else path.unlink()
-    try:
-        something(path)
-    except PermissionError:
-        pytest.skip("only root makes devices")
+    IN_PLACE_OF_A_JOBS[something](path)
     assert inspect(["--directory", str(tmp_path)]) == 1  # and does not wait for a pipe
     shown = capsys.readouterr()
     assert f"inspect: {tmp_path}" in shown.err
@@ -433,10 +396,10 @@ def test_something_else_in_the_place_of_the_servers_own_files(tmp_path: Path, pl
     """Nobody's records are in them: the server starts, or says in one line why not."""
     two_jobs(tmp_path)
     said = []
-    for something in SOMETHING:
+    for make in SOMETHING.values():
         path = tmp_path / place
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
-        something(path)
+        make(path)
         try:
             with Server(tmp_path) as server:
                 assert server.apart() == {}
@@ -496,7 +459,7 @@ def test_a_fence_makes_the_directory_of_a_job_anew(tmp_path: Path) -> None:
         assert server.apart() == {}
     found = recovered(tmp_path)
     assert sequences(found) == [5, 6]
-    assert [(hole.sequence, hole.end_sequence) for hole in found.holes] == [(0, 5)]
+    assert spans(found) == [(0, 5)]
 
 
 # -- what `swift-ft inspect --directory` tells ---------------------------------------------------------
@@ -505,8 +468,7 @@ def test_a_fence_makes_the_directory_of_a_job_anew(tmp_path: Path) -> None:
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     """Of a server that was killed with 5 records of a file that was not sealed."""
-    storage = on_disk(tmp_path / "data")
-    fill(storage, 0, 5)
+    storage = on_disk(tmp_path / "data", records=5)
     crash(storage)
     return tmp_path / "data"
 

@@ -17,11 +17,12 @@ from swift_ft.log.shared_memory import PLACE, hand_over, is_near
 from swift_ft_services.logserver.shared_memory import BodyChanged, DescriptorMemory, SharedBody
 from swift_ft_services.logserver.storage import DirectoryStorage
 from swift_ft_services.logserver.storage_interface import Write
+from tests.patience import eventually
 from tests.shared_bodies import memfd
 from tests.unit.log.append_call import Call, HasChannel
 from tests.unit.log.frames import STREAM, body_of, frame_of
-from tests.unit.log.service import JOB, InProcess, eventually
-from tests.unit.log.test_storage import files, fill, on_disk, recovered
+from tests.unit.log.service import JOB, InProcess
+from tests.unit.log.storages import files, on_disk, recovered
 
 SIZE = 1 << 20
 
@@ -89,11 +90,7 @@ def test_a_body_that_changes_before_it_is_written_is_not_acknowledged(
 ) -> None:
     call, other = Sharing(server, memory), Call(server)
     server.engine.administration.fence("other", 1)
-    other.raw(
-        log_pb2.AppendRequest(
-            opens=[log_pb2.Open(job="other", stream=STREAM, generation=1)]
-        ).SerializeToString()
-    )
+    other.ask(job="other")
     other.read(lambda: STREAM in other.opened)
     call.put(0, 0)
     call.until_acked(1)
@@ -281,9 +278,7 @@ def shared(sequence: int, body: bytes, memory: Fickle, stream: str = STREAM) -> 
 
 
 def begun(path: Path) -> DirectoryStorage:
-    storage = on_disk(path, segment_bytes=64 << 20)
-    fill(storage, 0, 1)
-    return storage
+    return on_disk(path, segment_bytes=64 << 20, records=1)
 
 
 @pytest.mark.parametrize("size", [1, 4095, 4096, 9_999, (4 << 20) - 100, 9 << 20])

@@ -21,8 +21,9 @@ from swift_ft.log import sidecar_client
 from swift_ft.log.ring import Memory, Word
 from swift_ft.log.sidecar import LeaseKeeper, is_running
 from tests.log_client import Writer
-from tests.unit.log.clients import TIMEOUT_S, key, put, rank_writing
-from tests.unit.log.service import JOB, InProcess, eventually
+from tests.patience import eventually
+from tests.unit.log.clients import TIMEOUT_S, key, make_durable, put, rank_writing
+from tests.unit.log.service import JOB, InProcess
 
 MANY = {key(step): bytes(16) for step in range(1000, 2000)}
 """Known of the server: more than one message."""
@@ -54,8 +55,7 @@ def test_the_first_writer_takes_it_with_the_environment_of_its_rank(
     monkeypatch.setenv("SWIFT_EVENTS", str(tmp_path))
     with rank_writing(server, name="rank5") as writer:
         assert writer.pid == ahead
-        put(writer, 0)
-        writer.flush(TIMEOUT_S)
+        make_durable(writer, 0)
         with rank_writing(server) as second:
             assert second.pid != ahead
     assert [event["who"] for event in events.read(tmp_path) if event["pid"] == ahead] == ["sidecar-rank5"]
@@ -65,8 +65,7 @@ def test_one_that_was_killed_is_replaced(ahead: int, server: InProcess) -> None:
     os.kill(ahead, signal.SIGKILL)
     eventually(lambda: os.waitid(os.P_PID, ahead, os.WEXITED | os.WNOHANG | os.WNOWAIT))
     with rank_writing(server) as writer:
-        put(writer, 0)
-        writer.flush(TIMEOUT_S)
+        make_durable(writer, 0)
         assert writer.pid != ahead
     with pytest.raises(ProcessLookupError):
         os.kill(ahead, 0)
@@ -97,8 +96,7 @@ def test_a_successor_that_is_stopped_while_it_starts_holds_nobody_up(
 ) -> None:
     monkeypatch.setattr(sidecar_client, "STOPPED_S", 10 * TIMEOUT_S)  # it stays as it is
     writer = Writer([server.address], JOB, 1)
-    put(writer, 0)
-    writer.flush(TIMEOUT_S)
+    make_durable(writer, 0)
     writer.expect("s0.F", MANY)
     killed_and_stopped(writer, once)
     for call in (writer.interrupt, lambda: writer.forget_below(1)):
@@ -116,8 +114,7 @@ def test_it_is_replaced_by_whoever_waits_for_it_and_nothing_is_lost(
 ) -> None:
     monkeypatch.setattr(sidecar_client, "STOPPED_S", 0.3)
     writer = Writer([server.address], JOB, 1)
-    put(writer, 0)
-    writer.flush(TIMEOUT_S)
+    make_durable(writer, 0)
     writer.expect("s0.F", MANY)
     killed_and_stopped(writer, once)
     put(writer, 1)
@@ -125,8 +122,7 @@ def test_it_is_replaced_by_whoever_waits_for_it_and_nothing_is_lost(
     assert ends(writer.interrupt)
     server.engine.administration.fence(JOB, 2)
     assert ends(lambda: writer.set_generation(2))
-    put(writer, 2)
-    writer.flush(TIMEOUT_S)
+    make_durable(writer, 2)
     assert (writer.stats.records, writer.restarts) == (3, 2)
     writer.close()
 
@@ -136,8 +132,7 @@ def test_the_first_one_as_well(server: InProcess, once: Path, monkeypatch: pytes
     once.write_text("stopped")
     writer = Writer([server.address], JOB, 1)
     assert ends(writer.await_ready)
-    put(writer, 0)
-    writer.flush(TIMEOUT_S)
+    make_durable(writer, 0)
     assert (writer.stats.records, writer.restarts) == (1, 1)
     writer.close()
 
@@ -150,8 +145,7 @@ def test_one_that_is_stopped_while_it_works_is_told_much(
     writer.await_ready()
     os.kill(writer.pid, signal.SIGSTOP)
     assert ends(lambda: writer.expect("s0.F", MANY))
-    put(writer, 0)
-    writer.flush(TIMEOUT_S)
+    make_durable(writer, 0)
     assert (writer.stats.records, writer.restarts) == (1, 1)
     writer.close()
 
@@ -163,8 +157,7 @@ def test_one_that_does_not_read_is_replaced(server: InProcess, once: Path) -> No
     with writer.changed:
         for _ in range(100):
             writer._send({"id": 0, "do": "go", "more": "x" * 10_000})
-    put(writer, 0)
-    writer.flush(TIMEOUT_S)
+    make_durable(writer, 0)
     assert (writer.stats.records, writer.restarts) == (1, 1)
     writer.close()
 
@@ -176,8 +169,7 @@ def test_a_sidecar_that_has_lost_a_thread_is_replaced(server: InProcess, once: P
     once.write_text("threadless")
     with rank_writing(server) as writer:
         first = writer.pid
-        put(writer, 0)
-        writer.flush(TIMEOUT_S)
+        make_durable(writer, 0)
         assert writer.pid != first
         assert not once.exists()
 

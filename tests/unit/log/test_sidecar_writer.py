@@ -27,10 +27,11 @@ from swift_ft.log.sidecar import Message, RingWriter
 from swift_ft_services.logserver.quotas import DiskState
 from swift_ft_services.logserver.state import EngineConfig
 from tests.log_client import Writer, close_links
-from tests.unit.log.clients import TIMEOUT_S, Gate, following, key, put, reading, value_of
+from tests.patience import eventually
+from tests.unit.log.clients import TIMEOUT_S, Gate, following, key, make_durable, put, reading, value_of
 from tests.unit.log.clients import rank_writing as writing
 from tests.unit.log.memory_storage import MemoryStorage
-from tests.unit.log.service import JOB, InProcess, eventually
+from tests.unit.log.service import JOB, InProcess
 
 
 def test_append_flush_read(server: InProcess) -> None:
@@ -67,10 +68,8 @@ def test_a_key_appended_before_is_compared_not_sent(server: InProcess) -> None:
     with writing(server) as writer:
         put(writer, 0)
         put(writer, 0)  # an aborted step that is redone
-        put(writer, 1)
-        writer.flush(TIMEOUT_S)
-        put(writer, 0)
-        writer.flush(TIMEOUT_S)
+        make_durable(writer, 1)
+        make_durable(writer, 0)
         assert (writer.stats.records, writer.stats.verified) == (2, 2)
         (stream,) = admin.inventory(server.address, JOB, TIMEOUT_S)
         assert stream.records == 2
@@ -98,16 +97,14 @@ def test_divergence_names_the_record(server: InProcess) -> None:
 
 def test_a_fence_and_the_next_generation(server: InProcess) -> None:
     with writing(server, patience_s=3.0) as writer:
-        put(writer, 0)
-        writer.flush(TIMEOUT_S)
+        make_durable(writer, 0)
         admin.fence(server.address, JOB, 2, TIMEOUT_S)
         put(writer, 1)  # queued; the server has said that the generation is stale
         with pytest.raises(StaleGeneration, match="generation 1 of job job was fenced"):
             writer.flush(TIMEOUT_S)
         writer.set_generation(2)
         writer.flush(TIMEOUT_S)
-        put(writer, 2)
-        writer.flush(TIMEOUT_S)
+        make_durable(writer, 2)
         (stream,) = admin.inventory(server.address, JOB, TIMEOUT_S)
         assert stream.records == 3
         for call in (writer.set_generation, writer.restart):
@@ -151,8 +148,7 @@ def test_an_interrupt_stands_until_the_next_generation(server: InProcess) -> Non
                 writer.flush(TIMEOUT_S)
         server.engine.administration.fence(JOB, 2)
         writer.set_generation(2, [server.address])
-        put(writer, 1)
-        writer.flush(TIMEOUT_S)
+        make_durable(writer, 1)
         assert set(reader.digests("s0.F", 0, cancelled=never)) == {key(0), key(1)}
 
 
@@ -160,8 +156,7 @@ def test_an_interrupt_stands_until_the_next_generation(server: InProcess) -> Non
 def test_somebody_else_writes_the_stream(server: InProcess, others: int) -> None:
     """It cannot be under fencing; if it is done, a record is never taken for another one's."""
     with writing(server) as writer, writing(server) as other:
-        put(writer, 0)
-        writer.flush(TIMEOUT_S)
+        make_durable(writer, 0)
         for step in range(others):
             put(other, 1 + step)
         other.flush(TIMEOUT_S)
@@ -173,9 +168,7 @@ def test_somebody_else_writes_the_stream(server: InProcess, others: int) -> None
 def test_reset_and_restart(server: InProcess) -> None:
     """The log cannot be trusted: everybody restores a checkpoint and computes other bits than were logged."""
     with writing(server) as writer, reading(server) as reader:
-        for step in range(5):
-            put(writer, step)
-        writer.flush(TIMEOUT_S)
+        make_durable(writer, *range(5))
         admin.fence(server.address, JOB, 2, TIMEOUT_S)
         with pytest.raises(StaleGeneration):
             admin.reset(server.address, JOB, 1, TIMEOUT_S)
@@ -197,8 +190,7 @@ def test_reset_and_restart(server: InProcess) -> None:
 def test_flush_in_time_and_patience() -> None:
     gate = Gate()
     with InProcess(gate) as server, writing(server, patience_s=0.6) as writer:
-        put(writer, 0)
-        writer.flush(TIMEOUT_S)
+        make_durable(writer, 0)
         gate.open.clear()
         put(writer, 1)
         with pytest.raises(ServiceError, match=r"has not acknowledged everything within 0.1 s"):
@@ -210,8 +202,7 @@ def test_flush_in_time_and_patience() -> None:
             put(writer, 2)
         gate.open.set()  # it moves again: so does the writer
         eventually(lambda: not writer.queued_bytes and not writer._trouble)
-        put(writer, 3)
-        writer.flush(TIMEOUT_S)
+        make_durable(writer, 3)
 
 
 def test_no_server_at_all() -> None:
@@ -352,8 +343,7 @@ def test_a_record_larger_than_the_ring_is_refused() -> None:
 
 def test_a_writer_that_is_closed_says_so_and_harms_nobody() -> None:
     with InProcess() as running, writing(running) as writer:
-        writer.append("s0.F", key(0), "uint8", (5,), bytes(5))
-        writer.flush(TIMEOUT_S)
+        make_durable(writer, 0)
         writer.close()
         writer.wait_copied()
         writer.forget_below(1)
@@ -363,7 +353,7 @@ def test_a_writer_that_is_closed_says_so_and_harms_nobody() -> None:
             lambda: writer.flush(1.0),
             lambda: writer.restart(2),
             lambda: writer.set_generation(2),
-            lambda: writer.append("s0.F", key(1), "uint8", (5,), bytes(5)),
+            lambda: put(writer, 1),
         ):
             with pytest.raises(ServiceError, match="closed"):
                 call()
@@ -386,16 +376,14 @@ class Overtaken(Writer):
 
 def test_a_request_never_comes_before_the_beginning() -> None:
     with InProcess() as running, closing(Overtaken([running.address], JOB, 1)) as writer:
-        writer.append("s0.F", key(0), "uint8", (5,), bytes(5))
-        writer.flush(TIMEOUT_S)
+        make_durable(writer, 0)
         running.engine.administration.fence(JOB, 2)
         os.kill(writer.pid, signal.SIGKILL)
         eventually(lambda: writer.asked is not None)
         assert writer.asked is not None
         writer.asked.join(TIMEOUT_S)
         assert not writer.asked.is_alive()
-        writer.append("s0.F", key(1), "uint8", (5,), bytes(5))
-        writer.flush(TIMEOUT_S)
+        make_durable(writer, 1)
         assert writer.restarts == 1
 
 
@@ -403,7 +391,7 @@ def test_one_that_goes_on_in_time_is_left_alone(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(sidecar_client, "STOPPED_S", 10 * TIMEOUT_S)
     with InProcess() as running, writing(running) as writer:
         os.kill(writer.pid, signal.SIGSTOP)
-        writer.append("s0.F", key(0), "uint8", (5,), bytes(5))
+        put(writer, 0)
         threading.Timer(0.5, os.kill, (writer.pid, signal.SIGCONT)).start()
         writer.flush(TIMEOUT_S)
         assert (writer.stats.records, writer.restarts) == (1, 0)
@@ -497,8 +485,7 @@ def test_forgotten_keys_are_sent_and_the_server_answers(server: InProcess) -> No
             put(writer, step)
         writer.flush(TIMEOUT_S)
         writer.forget_below(2)
-        put(writer, 2)
-        writer.flush(TIMEOUT_S)
+        make_durable(writer, 2)
         assert writer.stats.verified == 1
         put(writer, 1)
         with pytest.raises(SequenceConflict, match="is record 0 already"):
@@ -522,7 +509,7 @@ def test_a_sidecar_that_cannot_live_is_said_in_one_line(
     if at_once:
         monkeypatch.setattr(sidecar_client, "_start", start_and_see_it_end)
     with InProcess() as running, writing(running) as writer:
-        eventually(lambda: writer._dead, 60.0)
+        eventually(lambda: writer._dead, timeout_s=60.0)
         for _ in range(2):
             with pytest.raises(LogUnavailable, match=r"has died 6 times within"):
                 put(writer, 0)
@@ -532,14 +519,12 @@ def test_a_sidecar_that_cannot_live_is_said_in_one_line(
 
 def test_it_hears_no_signals_of_the_group_and_ends_with_the_writer() -> None:
     with InProcess() as running, writing(running) as writer:
-        put(writer, 0)
-        writer.flush(TIMEOUT_S)
+        make_durable(writer, 0)
         pid = writer.pid
         assert os.getsid(pid) == pid != os.getsid(0)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             os.kill(pid, number)
-        put(writer, 1)
-        writer.flush(TIMEOUT_S)
+        make_durable(writer, 1)
         assert (writer.pid, writer.restarts) == (pid, 0)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)

@@ -6,15 +6,14 @@ from pathlib import Path
 
 from swift_ft.log.directory import NAME as ACKED
 from swift_ft.log.frame import FrameHeader, encode_header
-from swift_ft_services.logserver.storage import DirectoryStorage
 from tests.unit.log.frames import frame_of
-from tests.unit.log.test_storage import FRAME, SEGMENT_HEADER_BYTES, crash, files, fill, on_disk
+from tests.unit.log.storages import FRAME, SEGMENT_HEADER_BYTES, OnDisk, crash, files, on_disk, reopened
 
 BYTES_MAX = 16 << 20
 
 
 def peak_of_a_start(directory: Path) -> int:
-    storage = DirectoryStorage(directory, 1 << 20)
+    storage = OnDisk(directory)
     tracemalloc.start()
     try:
         storage.recover()
@@ -27,8 +26,7 @@ def peak_of_a_start(directory: Path) -> int:
 def test_any_flipped_bit_of_a_segment(tmp_path: Path) -> None:
     for sealed in (False, True):
         data = tmp_path / str(sealed)
-        storage = on_disk(data)
-        fill(storage, 0, 2)
+        storage = on_disk(data, records=2)
         storage.close() if sealed else crash(storage)
         (path,) = files(data)
         whole = path.read_bytes()
@@ -44,8 +42,7 @@ def test_any_flipped_bit_of_a_segment(tmp_path: Path) -> None:
 def test_a_sound_frame_behind_damage_that_claims_a_sequence_far_away(tmp_path: Path) -> None:
     """Its records before would be places in memory, each of them."""
     data = tmp_path / "data"
-    storage = on_disk(data)
-    fill(storage, 0, 3)
+    storage = on_disk(data, records=3)
     crash(storage)
     (path,) = files(data)
     header, frame = frame_of(1)
@@ -61,11 +58,8 @@ def test_a_sound_frame_behind_damage_that_claims_a_sequence_far_away(tmp_path: P
 
 def test_a_large_file_of_what_was_acknowledged_that_has_nothing_in_it(tmp_path: Path) -> None:
     data = tmp_path / "data"
-    storage = on_disk(data)
-    fill(storage, 0, 3)
+    storage = on_disk(data, records=3)
     crash(storage)
     os.truncate(data / ACKED, 1 << 40)
     assert peak_of_a_start(data) < BYTES_MAX
-    storage = DirectoryStorage(data, 1 << 20)
-    ((job,), _) = storage.recover(), crash(storage)
-    assert job.streams[0].appended == 3
+    assert reopened(data)[1].appended == 3

@@ -2,24 +2,17 @@
 
 import errno
 import fcntl
-import mmap
 import os
 import shutil
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from swift_ft.errors import UsageError
-from swift_ft.log.manifest import (
-    GRANTED,
-    MANIFEST,
-    JobMeta,
-    ManifestDamaged,
-    StreamMeta,
-    decode_manifest,
-)
+from swift_ft.log.manifest import GRANTED, MANIFEST, JobMeta, ManifestDamaged, StreamMeta, decode_manifest
 from swift_ft.log.segment import (
     BLOCK_BYTES,
     SEGMENT_HEADER_BYTES,
@@ -29,80 +22,31 @@ from swift_ft.log.segment import (
     padding,
     scan,
 )
-from swift_ft_services.logserver.core import StreamState
 from swift_ft_services.logserver.disk import LOCK, RealDisk
 from swift_ft_services.logserver.segments import StorageFailed, StorageFull
-from swift_ft_services.logserver.storage import RESERVE, DirectoryStorage
-from swift_ft_services.logserver.storage_interface import RecoveredJob, Storage, Write
+from swift_ft_services.logserver.storage import RESERVE
+from swift_ft_services.logserver.storage_interface import Storage
 from tests.unit.log.frames import JOB, STREAM, frame_of
 from tests.unit.log.memory_storage import MemoryStorage
-
-FRAME = len(frame_of(0)[1])
-FIVE_A_SEGMENT = SEGMENT_HEADER_BYTES + 5 * FRAME
-
-
-def write(sequence: int, stream: str = STREAM) -> Write:
-    return Write(JOB, stream, sequence, [frame_of(sequence, stream=stream)[1]])
-
-
-def frame_in(storage: Storage, stream: str, sequence: int, job: str = JOB) -> bytes:
-    place = storage.locate(job, stream, sequence)
-    with mmap.mmap(-1, 3 * BLOCK_BYTES) as memory, memoryview(memory) as buffer:
-        return bytes(storage.read(place, FRAME, buffer))
-
-
-def fill(storage: Storage, begin: int, end: int, stream: str = STREAM) -> None:
-    for sequence in range(begin, end):
-        storage.commit([write(sequence, stream)], True)
-
-
-def on_disk(directory: Path, segment_bytes: int = 1 << 20, generation: int = 1) -> DirectoryStorage:
-    storage = DirectoryStorage(directory, segment_bytes)
-    if not storage.recover():
-        storage.save(JOB, JobMeta(generation=generation))
-    return storage
-
-
-def crash(storage: DirectoryStorage) -> None:
-    """The process is gone: no footer, no manifest; only the lock is free again."""
-    for segments in storage._streams.values():
-        for segment in segments:
-            if segment.file is not None:
-                segment.file.close()
-    storage._acked.close()
-    storage._disk.close()
-
-
-def recovered_job(directory: Path) -> RecoveredJob:
-    """What a server finds that starts on a copy of the directory."""
-    copy = directory.with_name(directory.name + "-copy")
-    shutil.rmtree(copy, ignore_errors=True)
-    shutil.copytree(directory, copy, symlinks=True)
-    storage = DirectoryStorage(copy, 1 << 20)
-    jobs = storage.recover()
-    crash(storage)
-    assert not jobs[0].apart, jobs[0].apart
-    return jobs[0]
-
-
-def recovered(directory: Path, stream: str = STREAM) -> StreamState:
-    return recovered_job(directory).state.streams[stream]
-
-
-def sequences(found: StreamState) -> list[int]:
-    return list(found.by_sequence)
-
-
-def failing(number: int) -> Callable[..., int]:
-    def call(*_: object) -> int:
-        raise OSError(number, os.strerror(number))
-
-    return call
-
-
-def files(directory: Path, stream: str = STREAM) -> list[Path]:
-    return sorted((directory / JOB / stream).glob("*.seg"))
-
+from tests.unit.log.storages import (
+    FIVE_A_SEGMENT,
+    FRAME,
+    OnDisk,
+    check_frames,
+    crash,
+    failing_calls,
+    files,
+    fill,
+    firsts,
+    frame_in,
+    left_by_a_kill,
+    on_disk,
+    recovered,
+    reopened,
+    sequences,
+    spans,
+    write,
+)
 
 # -- every implementation ---------------------------------------------------------------------------
 
@@ -118,10 +62,8 @@ def test_conformance(make: Callable[[Path], Storage], tmp_path: Path) -> None:
     storage.commit([write(0), write(0, "s1.F"), write(1), write(1, "s1.F")], True)
     storage.commit([write(2)], False)
     storage.commit([], True)
-    for stream, count in [(STREAM, 3), ("s1.F", 2)]:
-        for sequence in range(count):
-            frame = frame_of(sequence, stream=stream)[1]
-            assert frame_in(storage, stream, sequence) == frame
+    check_frames(storage, 0, 3)
+    check_frames(storage, 0, 2, "s1.F")
     for missing in (3, 99):
         with pytest.raises(FileNotFoundError):
             frame_in(storage, STREAM, missing)
@@ -132,21 +74,19 @@ def test_conformance(make: Callable[[Path], Storage], tmp_path: Path) -> None:
     storage.commit([write(3)], True)
     assert frame_in(storage, STREAM, 3) == frame_of(3)[1]
     storage.save(JOB, JobMeta(generation=2, trimmed_below_step=3))
-    storage.close()
 
 
 # -- starting again ---------------------------------------------------------------------------------
 
 
 def test_everything_comes_back_after_close_and_after_a_crash(tmp_path: Path) -> None:
-    for how in (DirectoryStorage.close, crash):
+    for how in (OnDisk.close, crash):
         data = tmp_path / how.__name__
-        storage = on_disk(data, FIVE_A_SEGMENT)
-        fill(storage, 0, 12)
+        storage = on_disk(data, FIVE_A_SEGMENT, records=12)
         storage.save(JOB, JobMeta(3, 0, {STREAM: StreamMeta(0, 12, "")}))
         how(storage)
-        assert [int(path.stem) for path in files(data)] == [0, 5, 10]
-        again = DirectoryStorage(data, FIVE_A_SEGMENT)
+        assert firsts(data) == [0, 5, 10]
+        again = OnDisk(data, FIVE_A_SEGMENT)
         (job,) = again.recover()
         assert (job.name, job.meta.generation) == (JOB, 3)
         (found,) = job.streams
@@ -162,10 +102,7 @@ def test_everything_comes_back_after_close_and_after_a_crash(tmp_path: Path) -> 
 
 
 def test_fault_12_damage_in_the_middle_is_a_hole_and_stays_one(tmp_path: Path) -> None:
-    storage = on_disk(tmp_path / "data")
-    fill(storage, 0, 4)
-    crash(storage)
-    (path,) = files(tmp_path / "data")
+    path = left_by_a_kill(tmp_path / "data", 4)
     whole = path.read_bytes()
     for at in range(SEGMENT_HEADER_BYTES + FRAME, SEGMENT_HEADER_BYTES + 2 * FRAME, 7):
         changed = bytearray(whole)
@@ -178,22 +115,17 @@ def test_fault_12_damage_in_the_middle_is_a_hole_and_stays_one(tmp_path: Path) -
         )
         assert found.appended == 4
     # A server goes on in a new file, and the next one finds the same damage.
-    again = DirectoryStorage(tmp_path / "data", 1 << 20)
-    again.recover()
+    again, _ = reopened(tmp_path / "data")
     fill(again, 4, 6)
     again.close()
     found = recovered(tmp_path / "data")
-    assert [(hole.sequence, hole.end_sequence) for hole in found.holes] == [(1, 2)]
+    assert spans(found) == [(1, 2)]
     assert [sequence for sequence in sequences(found) if sequence != 1] == [0, 2, 3, 4, 5]
 
 
 def emptied(directory: Path) -> None:
     """Its first record is torn: of the file nothing but the header is left."""
-    storage = on_disk(directory)
-    fill(storage, 0, 1)
-    crash(storage)
-    (path,) = files(directory)
-    os.truncate(path, SEGMENT_HEADER_BYTES)
+    os.truncate(left_by_a_kill(directory, 1), SEGMENT_HEADER_BYTES)
 
 
 def test_an_empty_file_makes_room_for_later_records_and_for_its_own(tmp_path: Path) -> None:
@@ -205,9 +137,7 @@ def test_an_empty_file_makes_room_for_later_records_and_for_its_own(tmp_path: Pa
     (path,) = files(tmp_path)
     assert path.name.endswith("1.seg")
     path.unlink()
-    storage = on_disk(tmp_path)
-    fill(storage, 0, 1)
-    crash(storage)
+    left_by_a_kill(tmp_path, 1)
     assert sequences(recovered(tmp_path)) == [0]
 
 
@@ -218,35 +148,31 @@ def test_an_empty_file_that_was_sealed_is_removed_at_the_start(tmp_path: Path) -
     with path.open("ab") as file:
         file.write(padding(SEGMENT_HEADER_BYTES, len(footer)) + footer)
     assert scan(path).ending is Ending.SEALED
-    storage = on_disk(tmp_path)
-    fill(storage, 0, 2)
-    crash(storage)
+    left_by_a_kill(tmp_path, 2)
     assert sequences(recovered(tmp_path)) == [0, 1]
 
 
 def test_whole_segments_that_are_gone_are_noticed(tmp_path: Path) -> None:
-    storage = on_disk(tmp_path / "data", FIVE_A_SEGMENT)
-    fill(storage, 0, 15)
+    storage = on_disk(tmp_path / "data", FIVE_A_SEGMENT, records=15)
     storage.save(JOB, JobMeta(1, 0, {STREAM: StreamMeta(0, 15, "")}))
     storage.close()
     for path, gone in zip(files(tmp_path / "data"), [(0, 5), (5, 10), (10, 15)], strict=True):
         whole = path.read_bytes()
         path.unlink()
         found = recovered(tmp_path / "data")
-        assert [(hole.sequence, hole.end_sequence) for hole in found.holes] == [gone]
+        assert spans(found) == [gone]
         path.write_bytes(whole)
     shutil.rmtree(tmp_path / "data" / JOB / STREAM)
-    assert [(hole.sequence, hole.end_sequence) for hole in recovered(tmp_path / "data").holes] == [(0, 15)]
+    assert spans(recovered(tmp_path / "data")) == [(0, 15)]
 
 
 # -- removing ---------------------------------------------------------------------------------------
 
 
 def test_removal_leaves_whole_segments_that_are_needed(tmp_path: Path) -> None:
-    storage = on_disk(tmp_path / "data", FIVE_A_SEGMENT)
-    fill(storage, 0, 12)
+    storage = on_disk(tmp_path / "data", FIVE_A_SEGMENT, records=12)
     assert storage.remove(JOB, STREAM, 9) > 0
-    assert [int(path.stem) for path in files(tmp_path / "data")] == [5, 10]
+    assert firsts(tmp_path / "data") == [5, 10]
     storage.save(JOB, JobMeta(1, 9, {STREAM: StreamMeta(9, 12, "")}))
     # All of it: the manifest says where the stream goes on.
     storage.save(JOB, JobMeta(1, 12, {STREAM: StreamMeta(12, 12, "")}))
@@ -259,25 +185,19 @@ def test_removal_leaves_whole_segments_that_are_needed(tmp_path: Path) -> None:
 
 
 def test_a_removal_that_a_kill_interrupted_is_finished_at_the_start(tmp_path: Path) -> None:
-    storage = on_disk(tmp_path / "data", FIVE_A_SEGMENT)
-    fill(storage, 0, 12)
+    storage = on_disk(tmp_path / "data", FIVE_A_SEGMENT, records=12)
     storage.save(JOB, JobMeta(1, 10, {STREAM: StreamMeta(10, 12, "")}))
     crash(storage)
-    again = DirectoryStorage(tmp_path / "data", FIVE_A_SEGMENT)
-    (job,) = again.recover()
-    assert [int(path.stem) for path in files(tmp_path / "data")] == [10]
-    assert sequences(job.streams[0]) == [10, 11]
-    again.close()
+    _, found = reopened(tmp_path / "data", FIVE_A_SEGMENT)
+    assert firsts(tmp_path / "data") == [10]
+    assert sequences(found) == [10, 11]
 
 
 # -- a disk that fails --------------------------------------------------------------------------------
 
 
-def test_fault_23_no_space_goes_back_to_the_record_boundary(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    storage = on_disk(tmp_path / "data")
-    fill(storage, 0, 2)
+def test_fault_23_no_space_goes_back_to_the_record_boundary(tmp_path: Path) -> None:
+    storage = on_disk(tmp_path / "data", records=2)
     fill(storage, 0, 1, "s1.F")
     held = {path: path.read_bytes().rstrip(b"\0") for path in tmp_path.rglob("*.seg")}
     real = os.pwritev
@@ -292,10 +212,8 @@ def test_fault_23_no_space_goes_back_to_the_record_boundary(
             os.pwrite(os.open(f"/proc/self/fd/{fd}", os.O_WRONLY), bytes(buffers[0])[:600], offset)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "pwritev", full)
-    with pytest.raises(StorageFull, match="no space left"):
+    with mock.patch.object(os, "pwritev", full), pytest.raises(StorageFull, match="no space left"):
         storage.commit([write(1, "s1.F"), write(2), write(3)], True)
-    monkeypatch.setattr(os, "pwritev", real)
     assert {path: path.read_bytes().rstrip(b"\0") for path in held} == held
     assert frame_in(storage, STREAM, 1) == frame_of(1)[1]
     storage.commit([write(1, "s1.F"), write(2), write(3)], True)
@@ -304,13 +222,9 @@ def test_fault_23_no_space_goes_back_to_the_record_boundary(
     assert sequences(recovered(tmp_path / "data", "s1.F")) == [0, 1]
 
 
-def test_no_space_for_a_new_segment_leaves_nothing_half_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    storage = on_disk(tmp_path / "data", FIVE_A_SEGMENT)
-    fill(storage, 0, 5)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pwritev", failing(errno.ENOSPC))
+def test_no_space_for_a_new_segment_leaves_nothing_half_made(tmp_path: Path) -> None:
+    storage = on_disk(tmp_path / "data", FIVE_A_SEGMENT, records=5)
+    with failing_calls(pwritev=errno.ENOSPC):
         for refused in (write(5), write(0, "s1.F")):
             with pytest.raises(StorageFull):
                 storage.commit([refused], True)
@@ -337,15 +251,13 @@ def test_a_trim_is_recorded_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.M
     assert (tmp_path / "data" / JOB / MANIFEST).read_text().count('"generation": 7') == 1
 
 
-def test_a_sync_that_fails_when_a_segment_is_sealed_is_final_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    storage = on_disk(tmp_path / "data", FIVE_A_SEGMENT)
-    fill(storage, 0, 5)
-    monkeypatch.setattr(os, "fdatasync", failing(errno.ENOSPC))
-    with pytest.raises(StorageFailed, match="a sync failed"):  # not StorageFull, which is tried again
+def test_a_sync_that_fails_when_a_segment_is_sealed_is_final_too(tmp_path: Path) -> None:
+    storage = on_disk(tmp_path / "data", FIVE_A_SEGMENT, records=5)
+    with (
+        failing_calls(fdatasync=errno.ENOSPC),
+        pytest.raises(StorageFailed, match="a sync failed"),  # not StorageFull, which is tried again
+    ):
         storage.commit([write(5)], False)
-    storage.close()
 
 
 # -- the directory ----------------------------------------------------------------------------------
@@ -379,13 +291,10 @@ def test_fault_26_the_manifest_is_replaced_in_the_order_that_survives(
     done.clear()
     storage.save(JOB, JobMeta(generation=2, trimmed_below_step=3))
     assert f"rename {GRANTED}{JOB}.new" not in done
-    storage.close()
 
 
 def test_a_damaged_or_missing_manifest_is_refused(tmp_path: Path) -> None:
-    storage = on_disk(tmp_path / "data")
-    fill(storage, 0, 2)
-    storage.close()
+    on_disk(tmp_path / "data", records=2).close()
     manifest = tmp_path / "data" / JOB / MANIFEST
     whole = manifest.read_bytes()
     for at in range(len(whole)):
@@ -406,10 +315,10 @@ def test_a_path_that_is_no_directory_is_a_usage_error(tmp_path: Path) -> None:
     file.write_bytes(b"")
     for path in (file, file / "below"):
         with pytest.raises(UsageError, match="cannot use directory"):
-            DirectoryStorage(path, 1 << 20)
+            OnDisk(path)
     (tmp_path / LOCK).symlink_to(file)
     with pytest.raises(UsageError, match="cannot use directory"):
-        DirectoryStorage(tmp_path, 1 << 20)
+        OnDisk(tmp_path)
 
 
 @pytest.mark.parametrize("most", [1 << 62, 3 << 20, 1000])
@@ -444,8 +353,7 @@ def test_parts_of_any_size_are_written_however_little_the_system_takes_at_once(
 
 
 def test_what_was_reserved_is_given_back(tmp_path: Path) -> None:
-    storage = on_disk(tmp_path / "data")
-    fill(storage, 0, 3)
+    storage = on_disk(tmp_path / "data", records=3)
     (path,) = files(tmp_path / "data")
     assert path.stat().st_blocks * 512 > 8 * BLOCK_BYTES
     storage.close()
@@ -455,8 +363,7 @@ def test_what_was_reserved_is_given_back(tmp_path: Path) -> None:
 
 def test_a_job_that_nobody_writes_gives_back_what_it_took_ahead(tmp_path: Path) -> None:
     """And goes on as before; after a kill as well, of which the new process knows nothing."""
-    storage = on_disk(tmp_path / "data")
-    fill(storage, 0, 3)
+    storage = on_disk(tmp_path / "data", records=3)
     (path,) = files(tmp_path / "data")
     ahead = path.stat().st_blocks
     storage.give_back("another")
@@ -467,8 +374,7 @@ def test_a_job_that_nobody_writes_gives_back_what_it_took_ahead(tmp_path: Path) 
     fill(storage, 3, 5)
     assert path.stat().st_blocks >= ahead
     crash(storage)
-    again = DirectoryStorage(tmp_path / "data", 1 << 20)
-    again.recover()
+    again, _ = reopened(tmp_path / "data")
     assert path.stat().st_blocks >= ahead
     again.give_back(JOB)
     assert path.stat().st_blocks * 512 <= 2 * BLOCK_BYTES
@@ -478,8 +384,7 @@ def test_a_job_that_nobody_writes_gives_back_what_it_took_ahead(tmp_path: Path) 
 
 
 def test_a_damaged_segment_header_behind_a_trim_is_a_hole_not_a_short_log(tmp_path: Path) -> None:
-    storage = on_disk(tmp_path / "data")
-    fill(storage, 0, 2)
+    storage = on_disk(tmp_path / "data", records=2)
     storage.save(JOB, JobMeta(1, 1, {STREAM: StreamMeta(1, 2, "")}))
     fill(storage, 2, 4)
     crash(storage)
@@ -519,13 +424,10 @@ def test_a_sync_covers_what_was_written_since_the_last_one(
     synced.clear()
     storage.commit([], True)
     assert synced == ["s0.F"]
-    storage.close()
 
 
 def test_streams_that_are_idle_keep_no_files_open(tmp_path: Path) -> None:
-    storage = DirectoryStorage(tmp_path / "data", 1 << 20, open_max=4)
-    storage.recover()
-    storage.save(JOB, JobMeta(generation=1))
+    storage = on_disk(tmp_path / "data", open_max=4)
     streams = [f"s{index}.F" for index in range(10)]
 
     def open_files() -> set[str]:
@@ -544,10 +446,9 @@ def test_streams_that_are_idle_keep_no_files_open(tmp_path: Path) -> None:
     storage.commit([write(3, "s0.F")], True)
     assert open_files() == {"s0.F", *streams[-3:]}
     for stream in streams:
-        for sequence in range(3):
-            assert frame_in(storage, stream, sequence) == frame_of(sequence, stream=stream)[1]
+        check_frames(storage, 0, 3, stream)
     crash(storage)
-    again = DirectoryStorage(tmp_path / "data", 1 << 20, open_max=4)
+    again = OnDisk(tmp_path / "data", open_max=4)
     (job,) = again.recover()
     assert len(open_files()) <= 4
     for found in job.streams:
@@ -556,18 +457,14 @@ def test_streams_that_are_idle_keep_no_files_open(tmp_path: Path) -> None:
     assert open_files() == set()
 
 
-def test_a_full_disk_at_the_start_leaves_idle_streams_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_at_the_start_leaves_idle_streams_open(tmp_path: Path) -> None:
     storage = on_disk(tmp_path / "data")
     for index in range(4):
         fill(storage, 0, 1, f"s{index}.F")
     crash(storage)
-    again = DirectoryStorage(tmp_path / "data", 1 << 20, open_max=2)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pwritev", failing(errno.ENOSPC))
+    again = OnDisk(tmp_path / "data", open_max=2)
+    with failing_calls(pwritev=errno.ENOSPC):
         (job,) = again.recover()
     assert [sequences(found) for found in job.streams] == [[0]] * 4
     fill(again, 1, 2, "s0.F")
     assert frame_in(again, "s0.F", 1) == frame_of(1, stream="s0.F")[1]
-    again.close()

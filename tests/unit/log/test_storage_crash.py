@@ -17,7 +17,7 @@ from swift_ft_services.logserver.storage import DirectoryStorage
 from tests.sim.disk import ROOT, PowerCut, SimDisk
 from tests.sim.kernel import Kernel
 from tests.unit.log.frames import JOB, STREAM, frame_of
-from tests.unit.log.test_storage import FRAME, frame_in, write
+from tests.unit.log.storages import FRAME, frame_in, write
 
 THREE_A_SEGMENT = SEGMENT_HEADER_BYTES + 3 * FRAME
 

@@ -21,8 +21,9 @@ from swift_ft_services.logserver.engine import LogEngine
 from swift_ft_services.logserver.state import EngineConfig
 from swift_ft_services.logserver.storage import DirectoryStorage
 from tests.log_client import Writer
+from tests.patience import eventually
 from tests.unit.log.clients import TIMEOUT_S, Gate, following, key, rank_writing, reading
-from tests.unit.log.service import JOB, InProcess, eventually
+from tests.unit.log.service import JOB, InProcess
 
 QUEUE = 100
 MICROBATCHES = 3

@@ -24,16 +24,15 @@ from swift_ft.log.reader import LogReader, never
 from swift_ft.log.record import digest_of
 from swift_ft_services.logserver.storage import DirectoryStorage
 from tests.log_client import LogWriter, Writer
-from tests.unit.log.clients import TIMEOUT_S, following, key, put, reading, value_of, writing
-from tests.unit.log.service import JOB, InProcess, eventually
+from tests.patience import eventually
+from tests.unit.log.clients import TIMEOUT_S, following, key, make_durable, put, reading, value_of, writing
+from tests.unit.log.service import JOB, InProcess
 
 
 def test_which_streams_a_server_has(server: InProcess) -> None:
     """Where it lacks a stream, its digests are none; where they cannot be had, it does not say so."""
     with writing(server) as writer, reading(server) as reader:
-        for step in range(3):
-            put(writer, step)
-        writer.flush(TIMEOUT_S)
+        make_durable(writer, *range(3))
         held = reader.holdings(server.address)
         assert held is not None
         assert (held.lacks("s0.B", 0), held.lacks("s0.F", 0)) == (True, False)
@@ -54,8 +53,7 @@ def test_a_server_makes_the_digests_answer_without_keeping_others_waiting(
     server: InProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with writing(server) as writer:
-        put(writer, 1)
-        writer.flush(TIMEOUT_S)
+        make_durable(writer, 1)
     changed, free = server.engine.state.changed, []
     make = log_pb2.RecordDigest
 
@@ -81,11 +79,9 @@ def test_a_writer_without_work_is_never_impatient(server: InProcess, monkeypatch
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + idle_s)
     monkeypatch.setattr("swift_ft.log.sender.time", clock)
     with writing(server, patience_s=TIMEOUT_S) as writer:
-        put(writer, 0)
-        writer.flush(TIMEOUT_S)
+        make_durable(writer, 0)
         idle_s = 3 * TIMEOUT_S
-        put(writer, 1)
-        writer.flush(TIMEOUT_S)
+        make_durable(writer, 1)
 
 
 def test_bad_writers_and_readers() -> None:
@@ -142,13 +138,11 @@ def test_a_link_knows_its_pace_after_some_records(server: InProcess, monkeypatch
     with writing(server) as writer:
         (link,) = writer.sending.links.values()
         assert link.pace() is None
-        put(writer, 0)
-        writer.flush(TIMEOUT_S)
+        make_durable(writer, 0)
         pace = link.pace()
         assert pace is not None
         assert pace > 0
-        put(writer, 1)
-        writer.flush(TIMEOUT_S)
+        make_durable(writer, 1)
         assert link.pace() != pace  # it was idle in between, and counts again
 
 
@@ -196,8 +190,7 @@ def test_a_new_generation_does_not_wait_for_the_pause_after_the_call_that_its_fe
     for module in (sender, sender_core):
         monkeypatch.setattr(module, "RETRY_S", 10 * TIMEOUT_S)
     with writing(server) as writer:
-        put(writer, 0)
-        writer.flush(TIMEOUT_S)
+        make_durable(writer, 0)
         server.engine.administration.fence(JOB, 2)
         link = writer.sending.links[server.address]
         eventually(lambda: link._call is None)
