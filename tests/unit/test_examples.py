@@ -3,7 +3,6 @@
 import argparse
 import configparser
 import contextlib
-import functools
 import json
 import os
 import pwd
@@ -30,8 +29,8 @@ from swift_ft.train.metrics import FAMILIES as TRAINER
 from swift_ft_services.coordinator.metrics import FAMILIES as COORDINATOR
 from swift_ft_services.logserver.metrics import FAMILIES as LOG
 from tests.unit.security.world import Keys
+from tests.unit.test_documents import ROOT, help_of
 
-ROOT = Path(__file__).parents[2]
 SYSTEMD = ROOT / "examples" / "systemd"
 UNITS = sorted(path for path in SYSTEMD.glob("*.service") if "@" not in path.name)
 TOKEN = SYSTEMD / "swift-token@.service"
@@ -41,19 +40,6 @@ ALERTS = ROOT / "examples" / "prometheus" / "alerts.yaml"
 DASHBOARD = ROOT / "examples" / "grafana" / "swift.json"
 KUBERNETES = ROOT / "examples" / "kubernetes"
 OPERATION = ROOT / "docs" / "operation.md"
-
-
-@functools.cache
-def help_of(command: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "swift_ft.cli", command, "--help"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    return done.stdout
 
 
 def flags_of(command: str) -> set[str]:
@@ -456,13 +442,6 @@ def test_every_alert_is_explained_and_no_other() -> None:
     assert sorted(explained) == sorted(rule["alert"] for rule in rules())
 
 
-def test_commands_in_the_document_exist() -> None:
-    commands = [line for line in OPERATION.read_text().splitlines() if line.startswith("swift-ft ")]
-    assert len(commands) >= 5
-    for line in commands:
-        check_flags(shlex.split(line, comments=True)[1:])
-
-
 def test_only_known_labels_and_base_units() -> None:
     """Job, rank, reason and strategy: few values each. No step, no microbatch, no stream."""
     bounded = {"job", "rank", "reason", "strategy"}
@@ -475,12 +454,3 @@ def test_only_known_labels_and_base_units() -> None:
         assert family.name.endswith(units) or countable.search(family.name), family
         assert (family.kind == "counter") == family.name.endswith("_total"), family
         assert family.help.endswith("."), family
-
-
-def test_help_groups_nothing_away() -> None:
-    """`check_flags` reads the flags out of the help: argparse must show each."""
-    parser = argparse.ArgumentParser()
-    cli_parser.add_metrics_arguments(parser)
-    assert {"--metrics-listen", "--metrics-address-file"} <= set(
-        re.findall(r"--[a-z-]+", parser.format_help())
-    )

@@ -17,7 +17,7 @@ from swift_ft._pb import coordinator_pb2, log_pb2
 from swift_ft.coordinator_client import CoordinatorClient
 from swift_ft.log import admin
 from swift_ft.tools import inspect, status
-from tests.descriptors import is_repeated
+from tests.descriptors import is_map, is_repeated
 
 
 def main_of(which: str, argv: list[str]) -> int:
@@ -34,12 +34,9 @@ NUMBERS = (0, 1, -1, (1 << 31) - 1, (1 << 63) - 1, 99)
 def filled(message: Message, number: int, depth: int = 4) -> Any:
     """Every field set: texts are evil, states unknown, numbers odd."""
     for field in message.DESCRIPTOR.fields:
-        of = field.message_type
-        if of is not None and of.GetOptions().map_entry:
+        if is_map(field) or (field.message_type is not None and depth == 0):
             continue
-        if of is not None:
-            if depth == 0:
-                continue
+        if field.message_type is not None:
             inner = getattr(message, field.name)
             filled(inner.add() if is_repeated(field) else inner, number, depth - 1)
             continue
@@ -52,17 +49,11 @@ def filled(message: Message, number: int, depth: int = 4) -> Any:
 
 
 def _value(field: Any, number: int) -> Any:
-    kinds = (
-        FieldDescriptor.CPPTYPE_STRING,
-        FieldDescriptor.CPPTYPE_BOOL,
-        FieldDescriptor.CPPTYPE_FLOAT,
-        FieldDescriptor.CPPTYPE_DOUBLE,
-    )
-    if field.cpp_type == kinds[0]:
+    if field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
         return EVIL if field.type == FieldDescriptor.TYPE_STRING else EVIL.encode()
-    if field.cpp_type == kinds[1]:
+    if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
         return True
-    if field.cpp_type in kinds[2:]:
+    if field.cpp_type in (FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTYPE_DOUBLE):
         return (math.nan, math.inf, -math.inf, -1.0, 0.0, 1e300)[number]
     wide = field.cpp_type in (FieldDescriptor.CPPTYPE_INT64, FieldDescriptor.CPPTYPE_UINT64)
     signed = field.cpp_type in (

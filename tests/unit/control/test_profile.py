@@ -230,10 +230,7 @@ def test_nothing_measured_yet_is_one_line(tmp_path: Path, capsys: pytest.Capture
         ([*JOB, "--log-read-rate", "much"], "--log-read-rate: much: write bytes"),
         ([*JOB, "--fixed", "soon"], "--fixed: soon: write a time"),
         ([*JOB, "--machine-mtbf", "0"], "failures.machine_mtbf_s[0]: must be from"),
-        (
-            [*JOB, "--save-profile", "/no/such/place"],
-            "--save-profile /no/such/place: give a file",
-        ),
+        ([*JOB, "--save-profile", "/no/such/place"], "--save-profile /no/such/place: give a file"),
     ],
 )
 def test_what_is_wrong_with_the_command_is_one_line(

@@ -93,11 +93,7 @@ def test_nobody_listens_to_the_ranks_of_a_job_that_is_over() -> None:
         (pb.RUNNING, [5, 10], "newest checkpoint: version 10"),
         (pb.FORMING, [], "no checkpoint is complete"),
         (pb.STOPPED, [], "no checkpoint is complete: started again it begins at step 0"),
-        (
-            pb.STOPPED,
-            [5, 10],
-            "newest checkpoint: version 10; started again it goes on at step 10",
-        ),
+        (pb.STOPPED, [5, 10], "newest checkpoint: version 10; started again it goes on at step 10"),
         (pb.FAILED, [0], "newest checkpoint: version 0; started again it goes on at step 0"),
         (
             pb.FINISHED,

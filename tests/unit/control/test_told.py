@@ -63,13 +63,6 @@ def test_the_end_that_a_trainer_has_made_is_said() -> None:
     assert end_words(stopped) == [goes_on]
 
 
-def test_of_a_run_that_has_done_its_steps_there_is_nothing_to_say() -> None:
-    done = pb.View(state=pb.FINISHED, final_version=10)
-    assert end_words(done) == []
-    done.inexact_since, done.inexact_reason = 5, "why"
-    assert end_words(done) == ["not exact since version 5: why"]
-
-
 def a_view(generation: int, state: pb.State, holders: dict[int, str], **more: Any) -> pb.View:
     """`holders`: rank -> its machine."""
     members = [pb.Member(rank=rank, host=host, incarnation=f"{rank}") for rank, host in holders.items()]

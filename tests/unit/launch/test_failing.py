@@ -23,12 +23,19 @@ from swift_ft.launch.standalone import free_port
 from tests.integration.logserver_world import LogServer
 
 
+@contextlib.contextmanager
+def asleep() -> Iterator["subprocess.Popen[bytes]"]:
+    with subprocess.Popen(["sleep", "600"]) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
 @pytest.fixture
 def sleeper() -> Iterator["subprocess.Popen[bytes]"]:
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    yield process
-    process.kill()
-    process.wait()
+    with asleep() as process:
+        yield process
 
 
 def program() -> RankProgram:
@@ -78,8 +85,7 @@ def test_a_slow_process_takes_turns_with_standing_still_and_then_runs(
 def test_a_process_that_takes_the_rank_is_not_signalled_for_its_predecessor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeper: "subprocess.Popen[bytes]"
 ) -> None:
-    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    try:
+    with asleep() as other:
         with planned(tmp_path, "kind=stop,rank=1,at=0", monkeypatch) as plan, Injector(plan):
             events.emit("spare_assigned", rank=1, pid=sleeper.pid)
             until(sleeper.pid, os.WSTOPPED)
@@ -88,9 +94,6 @@ def test_a_process_that_takes_the_rank_is_not_signalled_for_its_predecessor(
             until(other.pid, os.WSTOPPED)
             events.emit("spare_assigned", rank=1, pid=other.pid)
         assert os.waitid(os.P_PID, other.pid, os.WCONTINUED | os.WNOHANG) is None
-    finally:
-        other.kill()
-        other.wait()
 
 
 def test_the_report_is_there_from_the_start_and_says_what_became_of_it(
@@ -172,7 +175,7 @@ def test_a_service_is_found_by_its_port_killed_and_started_again_there(tmp_path:
         server.kill()
 
 
-def test_who_is_no_service_of_swift_is_not_found(sleeper: "subprocess.Popen[bytes]") -> None:
+def test_who_is_no_service_of_swift_is_not_found() -> None:
     port = free_port()
     code = (
         f"import socket; s = socket.create_server(('127.0.0.1', {port})); print('on', flush=True); s.accept()"

@@ -11,8 +11,8 @@ from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.launch import link as launcher_link
 from swift_ft.launch.link import CoordinatorLink
 from swift_ft.launch.standalone import free_port
+from tests.patience import eventually
 from tests.unit.control.test_client import Served
-from tests.unit.log.service import eventually
 
 
 class Heard:

@@ -20,7 +20,7 @@ from swift_ft_services import authorization
 from swift_ft_services.authorization import Audit, CallLimits, Rates
 from swift_ft_services.program import Protection
 from tests.patience import eventually
-from tests.unit.log.frames import STREAM
+from tests.unit.log.append_call import opening
 from tests.unit.security.test_gate import call
 from tests.unit.security.world import JOB, Guarded, Keys
 
@@ -74,17 +74,11 @@ def test_the_trail_names_who_changed_something_and_who_was_denied(
 
 def test_a_stream_that_is_ended_is_in_the_trail(keys: Keys, trail: Path) -> None:
     token = keys.key.mint(JOB, [Role.WRITER], 600, subject="rank", token_id="d" * 32)
-    opens = [log_pb2.Open(job="other", stream=STREAM, generation=1)]
     with Guarded(keys, audit=trail) as server:
-        request = log_pb2.AppendRequest(opens=opens).SerializeToString()
-        assert call(server.address, "Append", request, token)[2] == Reason.DENIED
+        assert call(server.address, "Append", opening(job="other"), token)[2] == Reason.DENIED
         (line,) = lines(trail)
-    assert (line["outcome"], line["call"], line["job"], line["subject"]) == (
-        "denied",
-        "Append",
-        "other",
-        "rank",
-    )
+    found = [line[name] for name in ("outcome", "call", "job", "subject")]
+    assert found == ["denied", "Append", "other", "rank"]
 
 
 def test_the_trail_is_bounded_and_follows_a_rotation(trail: Path, tmp_path: Path) -> None:

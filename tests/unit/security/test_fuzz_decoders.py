@@ -18,16 +18,9 @@ from hypothesis import strategies as st
 from swift_ft._pb import log_pb2
 from swift_ft.errors import LogError
 from swift_ft.log import segment
-from swift_ft.log.frame import (
-    CODEC_LZ4,
-    CODEC_NONE,
-    FrameHeader,
-    decode_header,
-    decode_record,
-    encode_header,
-)
+from swift_ft.log.frame import CODEC_LZ4, CODEC_NONE, decode_header, decode_record
 from swift_ft.log.protocol import frames_message, split_frames
-from swift_ft.log.record import RecordKey, digest_of, stream_tag
+from swift_ft.log.record import digest_of
 from swift_ft_services.logserver.storage import DirectoryStorage, JobMeta, StreamMeta
 from tests.unit.log.frames import JOB, STREAM, frame_of, segment_bytes
 
@@ -64,20 +57,8 @@ def frame(codec: int = CODEC_NONE) -> bytes:
         return frame_of(3)[1]
     body = bytes(4096)
     stored = lz4.block.compress(body, store_size=False)
-    header = FrameHeader(
-        stream_tag=stream_tag(JOB, STREAM),
-        sequence=3,
-        generation=1,
-        key=RecordKey(3, 0, 0),
-        dtype="float32",
-        shape=(32, 32),
-        codec=codec,
-        raw_bytes=len(body),
-        stored_bytes=len(stored),
-        body_crc=crc32c.crc32c(stored),
-        digest=digest_of("float32", (32, 32), body),
-    )
-    return encode_header(header) + stored
+    tensor = {"dtype": "float32", "shape": (32, 32), "digest": digest_of("float32", (32, 32), body)}
+    return frame_of(3, body=stored, codec=codec, raw_bytes=len(body), **tensor)[1]
 
 
 def with_checksum(data: bytes) -> bytes:

@@ -9,21 +9,23 @@ import grpc
 import pytest
 
 from swift_ft import events, tokens
-from swift_ft._pb import coordinator_pb2, log_pb2
+from swift_ft._pb import log_pb2
 from swift_ft.credentials import AUTHORIZATION, BEARER, ENV_TOKEN_FILE, open_channel
 from swift_ft.errors import AccessDenied, LogUnavailable
 from swift_ft.log import admin
 from swift_ft.log.protocol import client_options, message_of, reason_of
-from swift_ft.log.record import RecordKey
-from swift_ft.tokens import COORDINATOR, LOG, MAY_CALL, Role
+from swift_ft.tokens import LOG, MAY_CALL, Role
 from swift_ft_services.authorization import Call, CallLimits, Gate, Lane, LaneLimits
 from swift_ft_services.logserver.state import EngineConfig
+from tests.descriptors import requests_of_methods
 from tests.health_probe import check_service
 from tests.log_client import LogWriter
+from tests.patience import eventually
+from tests.unit.log.append_call import opening
 from tests.unit.log.frames import frame_of
-from tests.unit.log.service import eventually, impatient_about
+from tests.unit.log.service import impatient_about
 from tests.unit.security import world
-from tests.unit.security.world import JOB, RANK, Guarded, Keys, code_of, documented_roles
+from tests.unit.security.world import JOB, RANK, Guarded, Keys, append, code_of, documented_roles, put
 
 DENIED, UNKNOWN_CALLER = grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED
 REQUESTS = {
@@ -51,27 +53,19 @@ def call(address: str, name: str, request: bytes, token: str | None) -> tuple[gr
 
 
 def test_every_call_of_both_services_has_its_roles() -> None:
-    methods = {
-        prefix + method.name
-        for prefix, module, service in ((LOG, log_pb2, "Log"), (COORDINATOR, coordinator_pb2, "Coordinator"))
-        for method in module.DESCRIPTOR.services_by_name[service].methods
-    }
-    assert set(MAY_CALL) == methods == set(world.REQUESTS)
+    assert MAY_CALL.keys() == requests_of_methods().keys() == world.REQUESTS.keys()
     assert {method: set(roles) for method, roles in MAY_CALL.items()} == documented_roles()
 
 
 def test_a_token_reaches_no_newer_generation(server: Guarded, keys: Keys) -> None:
     fenced = keys.mint(RANK, generation=1)
 
-    def opening(generation: int) -> bytes:
-        opens = [log_pb2.Open(job=JOB, stream="s0.F", generation=generation)]
-        return log_pb2.AppendRequest(opens=opens).SerializeToString()
-
-    assert call(server.address, "Append", opening(1), fenced)[0] is grpc.StatusCode.OK
+    first, second = opening(), opening(generation=2)
+    assert call(server.address, "Append", first, fenced)[0] is grpc.StatusCode.OK
     server.engine.administration.fence(JOB, 2)
-    assert call(server.address, "Append", opening(1), fenced)[2] == "stale-generation"
-    assert call(server.address, "Append", opening(2), fenced)[2] == "denied"
-    assert call(server.address, "Append", opening(2), keys.mint(RANK, generation=2))[0] is grpc.StatusCode.OK
+    assert call(server.address, "Append", first, fenced)[2] == "stale-generation"
+    assert call(server.address, "Append", second, fenced)[2] == "denied"
+    assert call(server.address, "Append", second, keys.mint(RANK, generation=2))[0] is grpc.StatusCode.OK
     bound = keys.mint([Role.COORDINATOR], generation=2)
     request = log_pb2.FenceRequest(job=JOB, generation=3).SerializeToString()
     assert call(server.address, "Fence", request, bound)[2] == "denied"
@@ -88,8 +82,8 @@ def test_a_reader_with_a_bound_token_ends_with_its_generation(server: Guarded, k
             readers[name] = read(request, timeout=20)
         eventually(lambda: len(server.engine.state.core.jobs[JOB].readers) == 2)
         server.engine.administration.fence(JOB, 2)
-        opens = [log_pb2.Open(job=JOB, stream="s0.F", generation=2)]
-        record = log_pb2.AppendRequest(opens=opens, frames=frame_of(0, generation=2)[1]).SerializeToString()
+        frames = log_pb2.AppendRequest(frames=frame_of(0, generation=2)[1]).SerializeToString()
+        record = opening(generation=2) + frames  # messages of protobuf one after the other are one
         assert call(server.address, "Append", record, keys.mint(RANK))[0] is grpc.StatusCode.OK
         assert next(readers["free"])
         with pytest.raises(grpc.RpcError) as caught:
@@ -135,11 +129,6 @@ def test_an_open_stream_ends_with_its_token(
     assert server.engine.state.core.jobs[JOB].streams["s0.F"].appended == 0
 
 
-def put(writer: LogWriter, step: int) -> None:
-    writer.append("s0.F", RecordKey(step, 0, 0), "uint8", (4,), b"abcd")
-    writer.flush(20)
-
-
 def test_a_reader_ends_with_its_token_and_leaves_no_lease(
     server: Guarded, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,7 +161,7 @@ def test_a_newer_token_in_the_file_is_taken(
     monkeypatch.setenv("SWIFT_EVENTS", str(tmp_path))
     events.configure("test")
     writer = LogWriter([server.address], JOB, 1, patience_s=30)
-    writer.append("s0.F", RecordKey(0, 0, 0), "uint8", (4,), b"abcd")
+    append(writer, 0)
     eventually(lambda: any(event["event"] == "denied" for event in events.read(tmp_path)))
     with pytest.raises(AccessDenied, match="expired"):
         admin.inventory(server.address, JOB, 5.0)
@@ -187,7 +176,7 @@ def test_a_writer_that_is_not_let_in_is_told_so(
 ) -> None:
     monkeypatch.setenv(ENV_TOKEN_FILE, str(keys.file("rank", keys.mint([Role.REPLAYER]))))
     writer = LogWriter([server.address], JOB, 1)
-    writer.append("s0.F", RecordKey(0, 0, 0), "uint8", (4,), b"abcd")
+    append(writer, 0)
     impatient_about(writer, server.address, "another job or role")
     with pytest.raises(LogUnavailable, match="another job or role"):
         writer.flush(10)
@@ -272,11 +261,8 @@ def test_jobs_are_limited_by_whatever_they_would_be_made() -> None:
 
 
 def test_streams_of_a_job_are_limited() -> None:
-    def opening(stream: str) -> tuple[str, bytes]:
-        opens = [log_pb2.Open(job=JOB, stream=stream, generation=1)]
-        return "Append", log_pb2.AppendRequest(opens=opens).SerializeToString()
-
-    answers = limited(EngineConfig(job_streams_max=2), *map(opening, ("a", "b", "c", "a")))
+    requests = [("Append", opening(stream=stream)) for stream in ("a", "b", "c", "a")]
+    answers = limited(EngineConfig(job_streams_max=2), *requests)
     assert answers == [OK, OK, LIMITED, OK]
 
 

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from swift_ft._pb import log_pb2
 from swift_ft.tokens import TOKEN_BYTES_MAX
 from swift_ft_services import authorization
-from tests.unit.log.service import eventually
+from tests.patience import eventually
 from tests.unit.security.test_gate import call
 from tests.unit.security.world import JOB, Guarded, Keys
 

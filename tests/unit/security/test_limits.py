@@ -7,23 +7,15 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from swift_ft._pb import coordinator_pb2, log_pb2
+from swift_ft._pb import coordinator_pb2
 from swift_ft.log.protocol import Reason
 from swift_ft_services import authorization
 from swift_ft_services.authorization import Denied, Gate
-from tests.descriptors import is_repeated
+from tests.descriptors import is_map, is_repeated, requests_of_methods
 
-REQUESTS = {
-    f"{service}.{method.name}": method.input_type
-    for module, service in ((log_pb2, "Log"), (coordinator_pb2, "Coordinator"))
-    for method in module.DESCRIPTOR.services_by_name[service].methods
-}
+REQUESTS = requests_of_methods()
 TEXTS = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 Path = tuple[FieldDescriptor, ...]
-
-
-def is_map(field: FieldDescriptor) -> bool:
-    return field.message_type is not None and field.message_type.GetOptions().map_entry
 
 
 def paths(descriptor: Descriptor) -> Iterator[Path]:
@@ -37,7 +29,7 @@ def paths(descriptor: Descriptor) -> Iterator[Path]:
 
 
 CASES = [
-    pytest.param(name, path, id=".".join([name, *(field.name for field in path)]))
+    pytest.param(name, path, id=".".join([name.rpartition(".")[2], *(field.name for field in path)]))
     for name, descriptor in REQUESTS.items()
     for path in paths(descriptor)
 ]

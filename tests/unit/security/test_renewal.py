@@ -25,8 +25,8 @@ from swift_ft.tokens import Authority, Role, SigningKey, new_key
 from swift_ft.tools import token as command
 from swift_ft_services.authorization import Gate
 from tests.log_client import LogWriter
-from tests.unit.log.service import eventually
-from tests.unit.security.world import JOB, RANK, Guarded, Keys, touched
+from tests.patience import eventually
+from tests.unit.security.world import JOB, RANK, Guarded, Keys, put, touched
 
 
 class Clock:
@@ -183,7 +183,7 @@ def test_the_command_renews_until_it_is_told_to_stop(keys: Keys, tmp_path: Path)
         return len(seen)
 
     try:
-        eventually(lambda: look() >= 3, 30)
+        eventually(lambda: look() >= 3, timeout_s=30)
         authority = Authority(keys.verifying)
         assert authority.grant(list(seen)[-1]).roles == frozenset(RANK)
     finally:
@@ -213,11 +213,6 @@ def server(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> Iterator[Guarded]:
     monkeypatch.setattr(tokens, "REFRESH_S", 0.0)
     with Guarded(keys) as server:
         yield server
-
-
-def put(writer: LogWriter, step: int) -> None:
-    writer.append("s0.F", RecordKey(step, 0, 0), "uint8", (4,), b"abcd")
-    writer.flush(20)
 
 
 def test_a_signing_key_is_rotated_under_a_writer(

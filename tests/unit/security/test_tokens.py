@@ -14,6 +14,13 @@ from swift_ft.tokens import Authority, Grant, NotAuthenticated, Role, SigningKey
 from tests.unit.security.world import JOB, RANK, Keys
 
 
+@pytest.fixture
+def authority(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> Authority:
+    """It looks at its keys for every token."""
+    monkeypatch.setattr(tokens, "REFRESH_S", 0.0)
+    return Authority(keys.verifying)
+
+
 def test_what_a_token_says_comes_back(keys: Keys) -> None:
     grant = Authority(keys.verifying).grant(keys.mint(RANK, generation=7))
     assert (grant.job, grant.roles, grant.generation_max) == (JOB, frozenset(RANK), 7)
@@ -81,10 +88,8 @@ def test_a_jump_of_the_clock_does_not_end_what_was_granted(
 
 
 def test_a_key_that_is_removed_while_its_token_is_verified(
-    keys: Keys, monkeypatch: pytest.MonkeyPatch
+    keys: Keys, authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokens, "REFRESH_S", 0.0)
-    authority = Authority(keys.verifying)
     new_key(keys.directory)
     verify = authority._verify
 
@@ -101,9 +106,7 @@ def test_a_key_that_is_removed_while_its_token_is_verified(
         authority.grant(token)
 
 
-def test_a_key_that_is_removed_revokes_its_tokens(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokens, "REFRESH_S", 0.0)
-    authority = Authority(keys.verifying)
+def test_a_key_that_is_removed_revokes_its_tokens(keys: Keys, authority: Authority) -> None:
     token = keys.mint(RANK)
     authority.grant(token)
     new_key(keys.directory)
@@ -113,19 +116,13 @@ def test_a_key_that_is_removed_revokes_its_tokens(keys: Keys, monkeypatch: pytes
         authority.grant(token)
 
 
-def test_a_key_is_rotated_without_a_gap(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokens, "REFRESH_S", 0.0)
-    authority = Authority(keys.verifying)
+def test_a_key_is_rotated_without_a_gap(keys: Keys, authority: Authority) -> None:
     old = keys.mint(RANK)
     newer = SigningKey.load(new_key(keys.directory)[0], "--key").mint(JOB, RANK, 60)
     assert authority.grant(old).job == authority.grant(newer).job == JOB
 
 
-def test_a_directory_that_loses_all_its_keys_lets_nobody_in(
-    keys: Keys, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tokens, "REFRESH_S", 0.0)
-    authority = Authority(keys.verifying)
+def test_a_directory_that_loses_all_its_keys_lets_nobody_in(keys: Keys, authority: Authority) -> None:
     token = keys.mint(RANK)
     (keys.verifying / keys.signing.name).write_text("not a key")
     with pytest.raises(NotAuthenticated):

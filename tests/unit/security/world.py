@@ -11,11 +11,13 @@ import grpc
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft._pb import log_pb2
 from swift_ft.credentials import Credentials
+from swift_ft.log.record import RecordKey
 from swift_ft.tokens import COORDINATOR, LOG, Role, SigningKey, new_key, write_file
 from swift_ft.tools.credentials import CertificateAuthority
 from swift_ft_services.authorization import CallLimits
 from swift_ft_services.logserver.state import EngineConfig
 from swift_ft_services.program import Protection
+from tests.log_client import LogWriter
 from tests.unit.log.service import InProcess
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "security.md"
@@ -74,6 +76,15 @@ class Guarded(InProcess):
         )
         self.gate = self.protection.gate()
         super().__init__(None, config, protection=self.protection, gate=self.gate)
+
+
+def append(writer: LogWriter, step: int) -> None:
+    writer.append("s0.F", RecordKey(step, 0, 0), "uint8", (4,), b"abcd")
+
+
+def put(writer: LogWriter, step: int) -> None:
+    append(writer, step)
+    writer.flush(20)
 
 
 REQUESTS: dict[str, Callable[[str], Any]] = {
