@@ -21,7 +21,8 @@ from swift_ft.log.sidecar_client import SidecarWriter
 from swift_ft.train import boundary_log
 from swift_ft.train.boundary_log import DeviceCapture
 from tests.device.machine import accelerator, held, here, hold, never, no_waits
-from tests.unit.log.service import JOB, InProcess, eventually
+from tests.patience import eventually
+from tests.unit.log.service import JOB, InProcess
 
 QUEUE_BYTES = 1 << 20
 TIMEOUT_S = 30.0

@@ -25,7 +25,7 @@ from swift_ft.device import Accelerator, Readings
 from swift_ft.errors import UsageError
 from tests.device.fake_nccl import GARBAGE, FakeNccl
 from tests.device.machine import CONNECTED_WITHIN, connected, no_waits, together
-from tests.unit.log.service import eventually
+from tests.patience import eventually
 
 N = 1000
 PATIENCE_S = 20.0

@@ -17,7 +17,7 @@ from swift_ft.comm.gloo import GlooBackend
 from swift_ft.comm.message_collectives import operation
 from swift_ft.comm.worker_thread import Broken
 from tests.device.machine import connected, held, here, never, no_waits
-from tests.unit.log.service import eventually
+from tests.patience import eventually
 
 N = 1 << 14
 PATIENCE_S = 20.0

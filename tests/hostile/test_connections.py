@@ -14,7 +14,7 @@ from tests.health_probe import check_service
 from tests.hostile.clients import Connection
 from tests.hostile.world import BOUND_S, Neighbour, Server, opening
 from tests.log_client import LogWriter
-from tests.unit.log.service import eventually
+from tests.patience import eventually
 
 JOB = "job"
 

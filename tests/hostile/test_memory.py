@@ -24,7 +24,7 @@ from tests.hostile.clients import Connection
 from tests.hostile.world import BOUND_S, STREAM, Neighbour, Server, frame, message, opening
 from tests.integration.logserver_world import LogServer
 from tests.log_client import LogWriter
-from tests.unit.log.service import eventually
+from tests.patience import eventually
 
 GROWTH_MAX = 96 << 20
 MIB = 1 << 20

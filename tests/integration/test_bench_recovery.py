@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from swift_ft.lab.bench.command import main
-from tests.unit.log.service import eventually
+from tests.patience import eventually
 
 
 @pytest.mark.timeout(300)
@@ -87,5 +87,5 @@ def test_nothing_is_left_of_one_that_is_killed(words: tuple[str, ...], trainer: 
             started |= {child.pid: child for child in own.children(recursive=True)}
             time.sleep(0.05)
         process.kill()
-    eventually(lambda: not any(each.is_running() for each in started.values()), 60.0)
+    eventually(lambda: not any(each.is_running() for each in started.values()), timeout_s=60.0)
     assert not list(tmp_path.glob("torchelastic_*"))

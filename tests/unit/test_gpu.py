@@ -13,7 +13,7 @@ from tests.device import simulated
 from tests.gpu import __main__ as gpu
 from tests.gpu import pack
 from tests.gpu.__main__ import FAIL, NOT_RUN, PASS, Figures, NotRun, Outcome, Part, Place
-from tests.unit.log.service import eventually
+from tests.patience import eventually
 
 needs_a_compiler = pytest.mark.skipif(
     simulated.compiler() is None, reason="no C++ compiler: g++ makes the simulated device"

@@ -38,7 +38,8 @@ from swift_ft_services.coordinator.job_record import JobRow, State
 from swift_ft_services.coordinator.metrics import CoordinatorMetrics
 from swift_ft_services.coordinator.timeouts import Timing
 from tests.integration.scraping import answer, scrape
-from tests.unit.log.service import eventually
+from tests.patience import eventually
+from tests.unit.coordinator.driver_world import FakeClock
 
 BOUNDS = (0.1, 1.0, 10.0)
 
@@ -178,20 +179,13 @@ def test_where_metrics_may_be_shown(text: str, insecure: bool, found: Any) -> No
 # -- the coordinator ----------------------------------------------------------------------------------
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def coordinator(clock: Clock) -> Iterator[CoordinatorMetrics]:
+def coordinator(clock: FakeClock) -> Iterator[CoordinatorMetrics]:
     metrics = CoordinatorMetrics(clock)
     yield metrics
     metrics.close()
@@ -239,7 +233,7 @@ def recoveries(metrics: CoordinatorMetrics) -> tuple[dict[Any, Any], list[tuple[
 
 
 def test_a_recovery_lasts_from_the_first_loss_to_running_whatever_superseded_it(
-    coordinator: CoordinatorMetrics, clock: Clock
+    coordinator: CoordinatorMetrics, clock: FakeClock
 ) -> None:
     def enter(state: State, plan: Plan | None = None) -> None:
         coordinator.after_durable(row(plan=plan), m.Persist(entered=state))
@@ -269,7 +263,9 @@ def test_a_coordinator_that_began_in_the_middle_counts_the_recovery_and_not_its_
     assert recoveries(coordinator) == ({("a", "UNDO"): 1}, [])
 
 
-def test_a_checkpoints_age_begins_when_it_is_complete(coordinator: CoordinatorMetrics, clock: Clock) -> None:
+def test_a_checkpoints_age_begins_when_it_is_complete(
+    coordinator: CoordinatorMetrics, clock: FakeClock
+) -> None:
     def age() -> float:
         return float(coordinator.samples([job(5)])["swift_coordinator_checkpoint_age_seconds"]["a",])  # type: ignore[arg-type]
 
@@ -290,7 +286,7 @@ def test_a_checkpoints_age_begins_when_it_is_complete(coordinator: CoordinatorMe
 
 
 def test_a_rank_counts_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
+    clock = FakeClock()
     monkeypatch.setattr("swift_ft.train.metrics.events.now", clock)
     done = counts() | {"version": 7, "records": 5, "something_new": 1}
     metrics = trainer.TrainerMetrics("a", 2, lambda: done)

@@ -13,7 +13,7 @@ from swift_ft_services.authorization import LIMITS, Lanes
 from swift_ft_services.coordinator.__main__ import until_stopped
 from swift_ft_services.threads import Threads
 from tests.integration.logserver_world import REPOSITORY
-from tests.unit.log.service import eventually
+from tests.patience import eventually
 
 CANNOT = "can't start new thread"
 
@@ -107,7 +107,8 @@ def test_each_lane_has_threads_before_the_first_call_and_takes_none_without_one(
 ALONE = """
 import gc, threading
 from swift_ft_services.authorization import LIMITS
-from tests.unit.log.service import InProcess, eventually
+from tests.patience import eventually
+from tests.unit.log.service import InProcess
 
 before = threading.active_count()
 with InProcess() as server:

@@ -18,8 +18,8 @@ from swift_ft.errors import Divergence, Fenced, ServiceError
 from swift_ft.train.config import SessionConfig
 from swift_ft.train.coordinator_session import Member
 from swift_ft.train.failures import Failures, Retries
+from tests.patience import eventually
 from tests.unit.control.test_client import Served
-from tests.unit.log.service import eventually
 from tests.unit.runtime.wired import site_of
 
 TIMEOUT_S = 2.0

@@ -12,9 +12,10 @@ from torch._C._distributed_c10d import HashStore
 from swift_ft.log.reader import LogReader, ReadFilter
 from swift_ft.train.boundary_log import Channel
 from swift_ft_services.logserver.storage_interface import Place
+from tests.patience import eventually
 from tests.unit.log.clients import TIMEOUT_S, key, writing
 from tests.unit.log.memory_storage import MemoryStorage
-from tests.unit.log.service import JOB, InProcess, eventually
+from tests.unit.log.service import JOB, InProcess
 from tests.unit.runtime.wired import channel_of
 
 STEPS, MICROBATCHES, SIZE = 6, 4, 1000
