@@ -17,8 +17,8 @@ from swift_ft.state.checkpoint_file import DATA, INDEX
 from swift_ft.state.checkpoint_place import DirectoryPlace, ObjectPlace, Place
 from swift_ft.state.checkpoint_store import CheckpointStore
 from swift_ft.state.digests import digest_of
+from tests.patience import eventually
 from tests.unit.checkpoint.holding import Holding, keep, load, saved, store_of
-from tests.unit.log.service import eventually
 
 Make = Callable[[], Place]
 
