@@ -6,7 +6,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,43 +38,34 @@ from swift_ft.tokens import Owner, Role, Signature, SigningKey, read_file, read_
 # next turn mints with the new key.
 
 
+@dataclass
 class Renewal:
     """Renews one token file. A turn raises UsageError (the key) or OSError (the file); the next turn tries again."""
 
-    def __init__(
-        self,
-        key: Path,
-        out: Path,
-        job: str,
-        roles: Collection[Role],
-        lifetime_s: float,
-        owner: Owner | None = None,
-        subject: str = "",
-    ) -> None:
-        """``owner``: of the file; None: the current user. ``subject``: the tokens' subject."""
-        self._subject = subject
-        self.out = out
-        self._owner = owner
-        self._key_file = key
-        self._job = job
-        self._roles = frozenset(roles)
-        self._lifetime_s = lifetime_s
-        self._written: tuple[Signature, float, float] | None = None
-        """The key's state when the token was written, and the time on the wall clock, which may be adjusted, and on the
-        monotonic one, which stops while a machine sleeps."""
+    key: Path
+    out: Path
+    job: str
+    roles: Collection[Role]
+    lifetime_s: float
+    owner: Owner | None = None
+    """Of the file; None: the current user."""
+    subject: str = ""
+    _written: tuple[Signature, float, float] | None = field(default=None, init=False)
+    """The key's state when the token was written, and the time on the wall clock, which may be adjusted, and on the
+    monotonic one, which stops while a machine sleeps."""
 
     def turn(self) -> bool:
         """Renews the token if it is due. Returns whether a new token was written."""
-        key_now = (*signature([self._key_file]), (os.path.realpath(self._key_file), 0, 0, 0))
+        key_now = (*signature([self.key]), (os.path.realpath(self.key), 0, 0, 0))
         now_s, monotonic_s = time.time(), time.monotonic()
         if self._written is not None and self._written[0] == key_now and self.out.exists():
             age_s = now_s - self._written[1]  # below 0: the clock was put back
-            if age_s > -1 and max(age_s, monotonic_s - self._written[2]) < self._lifetime_s / 2:
+            if age_s > -1 and max(age_s, monotonic_s - self._written[2]) < self.lifetime_s / 2:
                 return False
         self._written = None  # until it is written
-        key = SigningKey.load(self._key_file, "--key")
-        token = key.mint(self._job, self._roles, self._lifetime_s, subject=self._subject)
-        write_file(self.out, f"{token}\n".encode(), secret=True, owner=self._owner)
+        key = SigningKey.load(self.key, "--key")
+        token = key.mint(self.job, self.roles, self.lifetime_s, subject=self.subject)
+        write_file(self.out, f"{token}\n".encode(), secret=True, owner=self.owner)
         self._written = key_now, now_s, monotonic_s
         return True
 

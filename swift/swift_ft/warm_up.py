@@ -19,6 +19,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -26,36 +27,29 @@ from swift_ft import reinitialization
 from swift_ft.text import one_line
 
 
+@dataclass(slots=True)
 class OneRun:
     """One run of the script, and its result. Its session sets `version`, if it is None, and the attributes from `steps`
     on."""
 
-    def __init__(
-        self,
-        version: int | None,
-        *,
-        rehearses: bool = False,
-        gives_up: Callable[[str], None] = lambda _why: None,
-    ) -> None:
-        self.version = version
-        """Version of the checkpoint to begin from; None: the newest."""
-        self.rehearses = rehearses
-        self.gives_up = gives_up
-        """Reports the reason and ends the process; called from any of its threads."""
-        self.why_not = ""
-        """Why the script has not come far enough, in one line; empty: it has."""
-        self.passing = False
-        """True if the job was the reason (a recovery, a checkpoint that was replaced meanwhile): a retry may
-        succeed."""
-        self.steps = 0
-        """(a rehearsal) Number of steps that were compared."""
-        self.difference = ""
-        """(a rehearsal) The first difference; empty: none."""
-        self.gradients = b""
-        """Digest of the gradients."""
-        self.models: list[weakref.ref[Any]] = []
-        self.moved: Callable[[Exception], bool] = lambda _error: False
-        """Returns whether the job has moved on since the session was created, which explains the error."""
+    version: int | None
+    """Version of the checkpoint to begin from; None: the newest."""
+    rehearses: bool = False
+    gives_up: Callable[[str], None] = lambda _why: None
+    """Reports the reason and ends the process; called from any of its threads."""
+    why_not: str = ""
+    """Why the script has not come far enough, in one line; empty: it has."""
+    passing: bool = False
+    """True if the job was the reason (a recovery, a checkpoint that was replaced meanwhile): a retry may succeed."""
+    steps: int = 0
+    """(a rehearsal) Number of steps that were compared."""
+    difference: str = ""
+    """(a rehearsal) The first difference; empty: none."""
+    gradients: bytes = b""
+    """Digest of the gradients."""
+    models: list[weakref.ref[Any]] = field(default_factory=list)
+    moved: Callable[[Exception], bool] = lambda _error: False
+    """Returns whether the job has moved on since the session was created, which explains the error."""
 
 
 class _Process:
