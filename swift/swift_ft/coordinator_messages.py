@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.errors import ServiceError
 from swift_ft.planner import Plan, RankPlan, Strategy
-from swift_ft.text import WORLD_SIZE_MAX
+from swift_ft.text import WORLD_SIZE_MAX, listed
 
 CALLS: Mapping[str, str] = {
     method.input_type.name: method.name for method in pb.DESCRIPTOR.services_by_name["Coordinator"].methods
@@ -213,12 +213,10 @@ def rehearsal_words(view: pb.View) -> list[str]:
         told.setdefault((before, behind), []).append(known.rank)
     if not told:
         return ["not rehearsed"]
-    return [f"{before}: {_ranks_words(ranks)}{behind}" for (before, behind), ranks in told.items()]
-
-
-def _ranks_words(ranks: list[int]) -> str:
-    named = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} others" if len(ranks) > 8 else "")
-    return f"rank{'s' * (len(ranks) > 1)} {named}"
+    return [
+        f"{before}: rank{'s' * (len(ranks) > 1)} {listed(ranks)}{behind}"
+        for (before, behind), ranks in told.items()
+    ]
 
 
 def end_words(view: pb.View) -> list[str]:

@@ -238,7 +238,8 @@ class Objects:
             try:
                 return await request()
             except Exception as error:
-                if not _may_pass(error) or time.monotonic() + pause_s > until:
+                may_pass = type(error).__name__ == "GenericError"
+                if not may_pass or time.monotonic() + pause_s > until:
                     raise
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _PAUSE_S_MAX)
@@ -251,10 +252,6 @@ _TIMES = re.compile(
 
 def _obstore(module: str = "") -> Any:
     return importlib.import_module(f"obstore.{module}" if module else "obstore")
-
-
-def _may_pass(error: Exception) -> bool:
-    return type(error).__name__ == "GenericError"
 
 
 def _as_os_error(error: Exception, path: str) -> OSError:

@@ -156,11 +156,6 @@ def test_worker_whose_launcher_died_before_it_could_look_ends(tmp_path: Path) ->
     assert found == Ended(0, "", "")
 
 
-def test_by_hand_it_says_what_to_use() -> None:
-    found = run_plain(Path.cwd(), "-m", "swift_ft.launch.worker")
-    assert found == Ended(2, "", "swift: swift_ft.launch.worker is started by `swift-ft run`, not by hand\n")
-
-
 def test_what_is_drawn_without_a_seed_is_drawn_alike_by_a_replacement(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import random; print(random.random(), random.sample(range(9), 9))")
     assignment = Program(env={}, script="script.py", module=False, args=[], cwd=str(tmp_path))

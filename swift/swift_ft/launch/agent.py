@@ -589,8 +589,8 @@ class ReplacingAgent:
         if child.rank is None:
             (self._rehearsals if child.rehearses else self._spares).ended(child)
             return
-        local_rank = self._local_rank_of(child)
-        if local_rank is None:  # `_settle` has already counted it
+        local_rank = next((local for local, held in self._ranks.items() if held is child), None)
+        if local_rank is None:  # `_count_ended` has already counted it
             return
         del self._ranks[local_rank]
         events.emit("child_exit", rank=child.rank, pid=child.pid, code=child.exit_code)
@@ -733,9 +733,6 @@ class ReplacingAgent:
         if not self._ranks and not self._done and not self._waiting:
             self._lost_code = 1
             say("no rank is left on this machine: the same command goes on from the newest checkpoint")
-
-    def _local_rank_of(self, child: Child) -> int | None:
-        return next((local for local, held in self._ranks.items() if held is child), None)
 
     def _replace(self, lost: Child, local_rank: int, reason: str) -> None:
         self._replacements_left -= 1

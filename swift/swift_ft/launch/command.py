@@ -562,7 +562,8 @@ def make_plan(argv: Sequence[str]) -> LaunchPlan:
     name = job_name(args)
     standalone = Standalone.of(name) if args.standalone else None
     adopted = args.from_checkpoints or ""
-    checkpoints = args.checkpoint_dir or (standalone and standalone.checkpoints) or _home_of(adopted, name)
+    home = adopted.removesuffix(f"/{name}")  # it may name the job's own folder
+    checkpoints = args.checkpoint_dir or (standalone and standalone.checkpoints) or home
     nproc = ranks_of(args.nproc_per_node)
     config = LaunchSettings(
         nproc_per_node=nproc,
@@ -696,11 +697,6 @@ def _check_preload(lists: Iterable[str], path0: str) -> None:
         top = name.partition(".")[0]
         if top not in sys.builtin_module_names and PathFinder.find_spec(top, [path0, *sys.path]) is None:
             raise UsageError(f"run: --preload {name}: there is no such module")
-
-
-def _home_of(checkpoints: str, job: str) -> str:
-    """Returns the directory of --checkpoint-dir that `checkpoints` is, or is the job's own folder in."""
-    return checkpoints.removesuffix(f"/{job}")
 
 
 def _check_origin(args: argparse.Namespace) -> None:

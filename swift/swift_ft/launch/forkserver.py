@@ -237,12 +237,8 @@ def serve(line: socket.socket, launcher_pid: int) -> list[int] | None:
 
 
 def main(argv: list[str]) -> None:
-    try:
-        path0, modules = argv[2:]
-        line_fd, launcher_pid = (int(arg) for arg in argv[:2])
-    except ValueError:
-        print("swift: swift_ft.launch.forkserver is started by `swift-ft run`, not by hand", file=sys.stderr)
-        sys.exit(2)
+    line_fd, launcher_pid = map(int, argv[:2])
+    path0, modules = argv[2:]
     worker.die_with(launcher_pid)
     set_title("swift-forksrv", f"swift-ft: fork server of launcher {launcher_pid}")
     line = socket.socket(fileno=line_fd)

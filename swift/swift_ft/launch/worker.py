@@ -296,12 +296,8 @@ def _has_word(error: SwiftError) -> bool:
 
 
 def main(argv: list[str]) -> None:
-    try:
-        path0, modules = argv[4:]
-        control_fd, warm_fd, life_fd, launcher_pid = (int(arg) for arg in argv[:4])
-    except ValueError:
-        tell("swift_ft.launch.worker is started by `swift-ft run`, not by hand")
-        sys.exit(2)
+    control_fd, warm_fd, life_fd, launcher_pid = map(int, argv[:4])
+    path0, modules = argv[4:]
     die_with(launcher_pid)
     begin_path(path0)
     preload(modules)

@@ -44,7 +44,7 @@ DIFFERENT: dict[str, Any] = {"done": 1, "version": 5, "steps": 1, "difference": 
         ([rehearsal(0, under_way=0)], ["not rehearsed: rank 0 (one is under way, from version 0)"]),
         (
             [rehearsal(rank, **EQUAL) for rank in range(10)],
-            ["rehearsed: ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 others at version 5, 4 steps, equal"],
+            ["rehearsed: ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more at version 5, 4 steps, equal"],
         ),
     ],
 )
