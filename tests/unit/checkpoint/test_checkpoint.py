@@ -101,20 +101,6 @@ def test_strides_come_back_where_they_can(tensor: torch.Tensor, tmp_path: Path) 
         assert again.stride() == tensor.stride()
 
 
-def test_pruning_keeps_what_is_named_and_other_ranks(tmp_path: Path) -> None:
-    for version in (0, 10, 20):
-        for rank in range(2):
-            saved(tmp_path, version, {"v": version}, rank)
-    store_of(tmp_path, generation=1).prune({10, 20})
-    assert sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.glob("v*/rank*")) == [
-        "v00000000/rank1",
-        "v00000010/rank0",
-        "v00000010/rank1",
-        "v00000020/rank0",
-        "v00000020/rank1",
-    ]
-
-
 def test_a_directory_that_cannot_be_written_is_one_clear_line() -> None:
     with pytest.raises(UsageError, match="name one you can write"):
         store_of("/proc/self/checkpoints").check()

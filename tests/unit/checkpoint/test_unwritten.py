@@ -13,7 +13,7 @@ import torch
 from swift_ft.errors import ServiceError
 from swift_ft.state import checkpoint_place, checkpoint_store
 from swift_ft.state.checkpoint_store import CheckpointStore, Unsaved
-from tests.unit.checkpoint.holding import Holding, unexpected
+from tests.unit.checkpoint.holding import Holding, saved, unexpected
 
 _PATIENCE_S = 30.0
 STATE = {"x": torch.arange(1 << 12)}
@@ -286,6 +286,7 @@ def test_pruning_removes_what_is_given_up_and_never_what_is_complete(
     for version in (0, 10, 20, 30):
         told.save(store, version)
         store.wait()
+        saved(tmp_path, version, STATE, rank=1, generation=0)
     (tmp_path / "v00000005").write_text("no folder")
     store.prune({0, 10}, 21)
     assert sorted(path.parent.name for path in tmp_path.glob("v*/rank0")) == [
@@ -293,6 +294,7 @@ def test_pruning_removes_what_is_given_up_and_never_what_is_complete(
         "v00000010",
         "v00000030",
     ]
+    assert len(list(tmp_path.glob("v*/rank1/g*"))) == 4, "another rank's are its own"
     store.prune(set(), 40)
     assert (tmp_path / "v00000030").exists(), "nothing goes as long as nothing is complete"
 

@@ -14,7 +14,7 @@ import torch
 
 from swift_ft.optimizers import Lamb, Lion
 from swift_ft.state import kernels
-from swift_ft.state.exact_undo import Exact, PreImage, Residue
+from swift_ft.state.exact_undo import Exact, Residue
 from swift_ft.state.journal import Journal
 from tests.unit.optim import models
 
@@ -47,20 +47,6 @@ def test_it_is_built_and_used() -> None:
     journal = Journal(torch.optim.AdamW(parameters), undo="exact")
     models.step_on(journal, parameters, 0)
     assert len(residues(journal)) == 1
-
-
-def test_what_does_not_lie_in_one_piece_is_copied() -> None:
-    weight = torch.nn.Parameter(torch.randn(6, 4).t())
-    optimizer = torch.optim.AdamW([weight, torch.nn.Parameter(torch.randn(3))])
-    journal = Journal(optimizer, undo="exact")
-    for parameter in optimizer.param_groups[0]["params"]:
-        parameter.grad = torch.randn(parameter.shape)
-    before = models.image(optimizer)
-    journal.begin(0)
-    journal.apply_rest()
-    assert [type(record) for record in journal._records.values()] == [PreImage]
-    journal.undo()
-    assert models.image(optimizer) == before
 
 
 def taken_back(optimizer: torch.optim.Optimizer, scale: float = 1.0) -> tuple[Journal, bool]:

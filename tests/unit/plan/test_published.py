@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from swift_ft.lab.plan import report
-from swift_ft.lab.plan.model import CostModel
 from swift_ft.lab.plan.profile import read
 
 ROOT = Path(__file__).parents[3]
@@ -47,18 +46,6 @@ def test_bytes_are_those_of_the_formulas(name: str) -> None:
     assert everything["storage_bytes"] == INTERVAL * 15 * per_boundary
     totals = {"bert-128": 805_306_368_000, "vit-128-32": 2_516_582_400_000}
     assert everything["storage_bytes"] == totals[name]
-
-
-def test_a_step_and_a_replay_are_those_of_the_formulas(name: str) -> None:
-    """(M + P - 1) t and (M + w - 1) t, where all stages of a group take t; machines 1 to 14 have such."""
-    profile = read(PROFILES / f"{name}.json")
-    model = CostModel(profile)
-    t = profile.forward_s[8] + profile.backward_s[8]
-    for machines in (1, 2, 14):
-        assert model.replay_step_s[1, 1 + machines] == pytest.approx(
-            (profile.microbatches + machines * RANKS - 1) * t
-        )
-    assert model.replay_step_s[0, MACHINES] == pytest.approx(model.step_s)
 
 
 def test_the_document_shows_what_the_command_prints(name: str) -> None:
