@@ -58,20 +58,6 @@ def waited_for(work: Work, action: Action) -> list[Action]:
     return waited
 
 
-def held_at_most(work: Work, step: Step) -> dict[int, int]:
-    """Worker -> activations at a time, by when parts begin and end."""
-    frees = "W" if work.split else "B"
-    most = {}
-    for worker, slots in step.slots.items():
-        moments = [(slot.begin, 1, 1) for slot in slots if slot.action.kind == "F"]
-        moments += [(slot.end, 0, -1) for slot in slots if slot.action.kind == frees]
-        held = most[worker] = 0
-        for _, _, change in sorted(moments):
-            held += change
-            most[worker] = max(most[worker], held)
-    return most
-
-
 @settings(max_examples=150, deadline=None)
 @given(works(), st.integers(0, 2**32))
 def test_any_work_is_done_in_order_within_memory(work: Work, seed: int) -> None:
@@ -87,10 +73,6 @@ def test_any_work_is_done_in_order_within_memory(work: Work, seed: int) -> None:
     assert done == Counter(Action(kind, *cell) for kind in kinds for cell in cells)
     assert problems(work, step) == []
     assert step.length >= work.bound() - 1e-9
-    if work.cap is not None and all(
-        min(costs) > 0 for costs in (work.costs.forward, work.costs.backward_weight)
-    ):
-        assert all(most <= work.cap[worker] for worker, most in held_at_most(work, step).items())
     assert run(work, step, seed) == sum(done.values())
 
 
