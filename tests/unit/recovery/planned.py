@@ -8,7 +8,7 @@
 LAYOUT  2x3: two stages of three replicas each; or the stages of each rank, 0,3/1,2
 OPTION  strategy=, helpers=, groups=: of the job; inexact: an undo may be; checkpoints= (0,10); shards=0101 and
         hosts=aab: of each rank; held=0,2: the slots that are not vacant; refused=: strategies, everything or help;
-        measured: what `measured` says; reasons: of each rank, in lines of their own
+        measured: what `measured` says; reasons=0,2: those of these ranks, in lines of their own
 RANK    15: holds that version; -: none; 14+: in the vote of step 14, of which nothing is applied; 14~: some buckets
         of it are applied; 14?: the same, and its undo is not exact; 14~+: all buckets are applied; and behind that
         g3: its process came in that generation; x: it cannot help; s8,12: snapshots of these versions, of itself
@@ -53,13 +53,17 @@ def mesh(stages: int, dp_size: int = 1, shards: dict[int, int] | None = None) ->
     return Assignment.from_reports(num_stages=stages, stages=held, shards=shards or {})
 
 
+def _numbers(words: str) -> list[int]:
+    return [int(word) for word in words.split(",") if word]
+
+
 def report(rank: int, word: str, host: str = "", ranks: int = 1) -> Report:
     """`ranks`: of the job."""
     found = _RANK.fullmatch(word)
     assert found is not None, word
     number, undo, forward, generation, unable, snapshots, own = found.groups()
     step = None if number == "-" else int(number)
-    taken = [int(version) for version in snapshots.split(",")] if snapshots else []
+    taken = _numbers(snapshots or "")
     copies = [HeldSnapshot(of, version) for version in taken for of in (rank, (rank - 1) % ranks)]
     copies += [HeldSnapshot(rank, int(own))] if own else []
     return Report(
@@ -155,8 +159,8 @@ def _told(line: str) -> Iterator[str]:
     check_can_be_followed(situation, outcome)
     yield _ways(outcome)
     yield reason
-    if "reasons" in options:
-        yield from (f"{r.rank}: {r.reason}" for r in outcome.ranks)
+    for rank in _numbers(options.get("reasons", "")):
+        yield f"{rank}: {outcome.of(rank).reason}"
 
 
 def _options(line: str) -> dict[str, str]:
@@ -192,7 +196,7 @@ def situation_of(line: str) -> Situation:
         reports=tuple(said),
         assignment=assignment,
         log=_log(assignment, config.groups, streams.split()),
-        checkpoints=tuple(map(int, filter(None, options.get("checkpoints", "0,10").split(",")))),
+        checkpoints=tuple(_numbers(options.get("checkpoints", "0,10"))),
         config=config,
         refused=refused,
     )
@@ -207,7 +211,7 @@ def _assignment(layout: str, options: dict[str, str]) -> Assignment:
         held = {rank: tuple(map(int, mine.split(","))) for rank, mine in enumerate(layout.split("/"))}
         assignment = Assignment.from_reports(num_stages=sum(map(len, held.values())), stages=held)
     if "held" in options:
-        assignment = assignment.held_by({int(slot): int(slot) for slot in options["held"].split(",")})
+        assignment = assignment.held_by({slot: slot for slot in _numbers(options["held"])})
     return assignment
 
 

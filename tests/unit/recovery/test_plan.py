@@ -29,12 +29,12 @@ AT_10 = (0, 10)
 @pytest.mark.parametrize("name", ["pipelines", "replicas", "groups", "help", "snapshots"])
 def test_transcript(name: str, request: pytest.FixtureRequest) -> None:
     path = GOLDEN / f"{name}.txt"
-    expected = path.read_text()
-    given = rerun(expected)
+    wanted = path.read_text()
+    given = rerun(wanted)
     if request.config.getoption("--rewrite"):
         path.write_text(given)
     else:
-        assert given == expected
+        assert given == wanted
 
 
 def test_bad_input_is_named() -> None:
