@@ -42,6 +42,13 @@ def saved(
     return keep(store_of(where, rank, generation=generation), version, state)
 
 
+def shard_of(directory: Path, state: Any, generation: int = 1, version: int = 1) -> Path:
+    """The folder of rank 0's version, by another process."""
+    process = saved(directory, version, state, generation=generation)._process
+    (shard,) = directory.glob(f"v{version:08d}/rank0/g{generation}-{process}-*")
+    return shard
+
+
 def load(where: str | Path | Place, version: int, rank: int = 0) -> Any:
     """By another process."""
     return store_of(where, rank).load(version)

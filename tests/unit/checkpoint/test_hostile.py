@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.state.checkpoint_file import DATA, DTYPES, INDEX, digest
 from swift_ft.state.checkpoint_store import CheckpointStore, Unsaved
-from tests.unit.checkpoint.holding import Holding, keep, load, same, saved, store_of, unexpected
+from tests.unit.checkpoint.holding import Holding, keep, load, same, shard_of, store_of, unexpected
 
 # torch's own words on complex32.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -50,13 +50,6 @@ def states() -> dict[str, Any]:
         "others": [{1, 2}, b"x", deque([1], 3), torch.float16],
         "plain": [1, "x", None, float("nan"), (True, 1 << 70), {3: 4, "3": 5}],
     }
-
-
-def shard_of(directory: Path, state: Any, generation: int = 1) -> Path:
-    """The folder of rank 0's version 1."""
-    saved(directory, 1, state, generation=generation)
-    (shard,) = directory.glob(f"v00000001/rank0/g{generation}-*")
-    return shard
 
 
 def refused(directory: Path, why: str = "corrupt") -> None:

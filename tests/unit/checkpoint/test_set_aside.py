@@ -2,21 +2,13 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from swift_ft.errors import Fenced
 from swift_ft.state.checkpoint_store import CheckpointStore
-from tests.unit.checkpoint.holding import Holding, keep, load, saved, store_of
-
-
-def shard_of(directory: Path, state: Any, generation: int, version: int = 1) -> Path:
-    """The folder of rank 0's version, by another process."""
-    process = saved(directory, version, state, generation=generation)._process
-    (shard,) = directory.glob(f"v{version:08d}/rank0/g{generation}-{process}-*")
-    return shard
+from tests.unit.checkpoint.holding import Holding, keep, load, shard_of, store_of
 
 
 def held() -> None:
