@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from swift_ft.cli_parser import Parser, local_directory
+from swift_ft.cli_parser import Parser, local_directory, number
 from swift_ft.errors import UsageError
 from swift_ft.launch import command
 from swift_ft.tools import export
@@ -25,6 +25,19 @@ def test_a_number_of_seconds_is_a_number(text: str) -> None:
     with pytest.raises(UsageError, match=r"argument --monitor-interval.*: invalid float value"):
         command.make_plan(["--coordinator=127.0.0.1:1", f"--monitor-interval={text}", "train.py"])
     assert parser.parse_args(["--every=0.5"]).every == 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("n=0", "1 to 9"), (f"n={'9' * 400}", "1 to 9"), ("f=-1", "0 or more"), ("f=nan", "0"), ("f=inf", "0")],
+)
+def test_a_number_is_in_its_range(text: str, words: str) -> None:
+    parser = Parser(prog="swift-ft it", description="It.")
+    parser.add_argument("--n", type=number(int, 1, 9))
+    parser.add_argument("--f", type=number(float, 0))
+    with pytest.raises(UsageError, match=f"argument --{text[0]}: {text[2:42]}: {words}"):
+        parser.parse_args([f"--{text}"])
+    assert vars(parser.parse_args(["--n=9", "--f=1e3"])) == {"n": 9, "f": 1000.0}
 
 
 @pytest.mark.parametrize("program", ["log server", "coordinator"])
