@@ -19,8 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-import pytest
-
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.coordinator_client import CoordinatorClient
 from swift_ft.credentials import Credentials
@@ -32,7 +30,7 @@ from swift_ft_services.coordinator.store import MetadataStore, StoreConflict, St
 from tests.cluster.rows import Row, row
 from tests.frameworks.environment import ROOT, Unavailable
 from tests.integration.again_world import Again
-from tests.integration.namespaces import Network, skip_where_impossible
+from tests.integration.namespaces import Network, impossible
 
 PLACE = ROOT / ".cluster" / "etcd"
 STEPS = 400
@@ -474,10 +472,8 @@ def stopped_members(name: str) -> Row:
 
 def cut_members(name: str) -> Row:
     """In a network namespace, so that etcd's members may be machines on a switch, and the rest on another one."""
-    try:
-        skip_where_impossible()
-    except pytest.skip.Exception as skipped:
-        raise Unavailable(str(skipped)) from None
+    if why := impossible():
+        raise Unavailable(why)
     program()
     call = f"import json; from tests.cluster import etcd; print(json.dumps(etcd.cut_members_here({name!r})))"
     done = subprocess.run(

@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 import yaml
 
 from tests.cluster.rows import Row, row
 from tests.cluster.watched import Watched
 from tests.frameworks.environment import ROOT, Unavailable, ensure
-from tests.integration.namespaces import Network, skip_where_impossible
+from tests.integration.namespaces import Network, impossible
 
 FOLDER = ROOT / "examples" / "kubernetes"
 PINS = ("kubernetes-validate==1.37.0",)
@@ -82,10 +81,8 @@ def cases(only: str) -> Iterator[Row]:
     words = "The manifests are what the schemas say"
     if only in words:
         yield schemas(words)
-    try:
-        skip_where_impossible()
-    except pytest.skip.Exception as skipped:
-        raise Unavailable(str(skipped)) from None
+    if why := impossible():
+        raise Unavailable(why)
     with tempfile.TemporaryDirectory(prefix="swift-kubernetes-") as name:
         place = Path(name)
         place.chmod(0o755)

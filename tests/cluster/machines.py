@@ -10,12 +10,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from swift_ft import events
 from tests.cluster.rows import Row, row
 from tests.frameworks.environment import Unavailable
-from tests.integration.namespaces import Network, skip_where_impossible
+from tests.integration.namespaces import Network, impossible
 from tests.integration.test_machines import Logs
 from tests.integration.test_partitions import Machines, World
 
@@ -31,10 +29,8 @@ SPARES = "ef"
 
 
 def cases(only: str) -> Iterator[Row]:
-    try:
-        skip_where_impossible()
-    except pytest.skip.Exception as skipped:
-        raise Unavailable(str(skipped)) from None
+    if why := impossible():
+        raise Unavailable(why)
     with tempfile.TemporaryDirectory(prefix="swift-machines-") as place:
         wanted: dict[str, Any] = {}
         for number, (name, (detect, copies, machines, lost)) in enumerate(CASES.items()):

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 
 from swift_ft import events
 from tests.cluster.rows import Row, row
 from tests.cluster.watched import Watched
 from tests.frameworks.environment import ROOT, Unavailable, ensure
-from tests.integration.namespaces import Network, skip_where_impossible
+from tests.integration.namespaces import Network, impossible
 
 PINS = ("ray==2.52.1",)
 SCRIPT = ROOT / "examples" / "ray" / "train.py"
@@ -46,10 +45,8 @@ FLAGS = (
 
 
 def cases(only: str) -> Iterator[Row]:
-    try:
-        skip_where_impossible()
-    except pytest.skip.Exception as skipped:
-        raise Unavailable(str(skipped)) from None
+    if why := impossible():
+        raise Unavailable(why)
     python = ensure("ray", PINS)
     with tempfile.TemporaryDirectory(prefix="swift-ray-") as name:
         place = Path(name)

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 
 from tests.cluster.rows import Row, row
 from tests.cluster.watched import Watched
 from tests.frameworks.environment import ROOT, Unavailable
-from tests.integration.namespaces import Network, skip_where_impossible
+from tests.integration.namespaces import Network, impossible
 
 SCRIPT = ROOT / "examples" / "slurm" / "train.sbatch"
 MACHINES = "abcd"
@@ -106,10 +105,8 @@ def time_limit(cluster: "Cluster") -> dict[str, Any]:
 
 def _have() -> None:
     """Raises Unavailable if Debian's packages cannot be had."""
-    try:
-        skip_where_impossible()
-    except pytest.skip.Exception as skipped:
-        raise Unavailable(str(skipped)) from None
+    if why := impossible():
+        raise Unavailable(why)
     if shutil.which("slurmctld") and shutil.which("slurmd"):
         return
     command = ["apt-get", "install", "--yes", "--quiet", "--no-install-recommends", "slurm-wlm"]

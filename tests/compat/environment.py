@@ -71,17 +71,9 @@ def _interpreter(version: str) -> str:
 def _pip(python: Path, *arguments: str) -> None:
     # An empty file of constraints takes the place of one that this machine's configuration may name.
     environment = os.environ | {"PIP_CONSTRAINT": os.devnull}
+    command = [python, "-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check"]
     done = subprocess.run(
-        [
-            python,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--no-compile",
-            "--disable-pip-version-check",
-            *arguments,
-        ],
+        [*command, *arguments],
         env=environment,
         capture_output=True,
         text=True,
@@ -89,10 +81,8 @@ def _pip(python: Path, *arguments: str) -> None:
         timeout=_INSTALL_LIMIT_S,
     )
     if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or [
-            done.stderr.strip()
-        ]
-        raise Unavailable(f"pip: {lines[-1].removeprefix('ERROR: ')}")
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+        raise Unavailable(f"pip: {(errors or [done.stderr.strip()])[-1].removeprefix('ERROR: ')}")
 
 
 def constraints(*, floors: bool = False) -> str:

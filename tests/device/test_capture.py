@@ -14,7 +14,6 @@ import torch
 from swift_ft.device import Accelerator, Readings
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.log import ring
-from swift_ft.log.reader import LogReader
 from swift_ft.log.record import RecordKey
 from swift_ft.log.ring import Word
 from swift_ft.log.sidecar_client import SidecarWriter
@@ -22,6 +21,7 @@ from swift_ft.train import boundary_log
 from swift_ft.train.boundary_log import DeviceCapture
 from tests.device.machine import accelerator, held, here, hold, never, no_waits
 from tests.patience import eventually
+from tests.unit.log.clients import following, reading
 from tests.unit.log.service import JOB, InProcess
 
 QUEUE_BYTES = 1 << 20
@@ -43,14 +43,9 @@ class World:
         self.capture.record("s0.F", RecordKey(step, 0, 0), tensor, now=now, keep=False)
 
     def read(self, step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        reader = LogReader([self.server.address], JOB)
-        cursor = reader.follow("s0.F", 0)
-        try:
+        with reading(self.server) as reader, following(reader, "s0.F", 0) as cursor:
             body = cursor.get(RecordKey(step, 0, 0), TIMEOUT_S, lambda: False).body
             return torch.frombuffer(bytearray(body), dtype=dtype) if body else torch.empty(0, dtype=dtype)
-        finally:
-            cursor.close()
-            reader.close()
 
     def has(self, *expected: torch.Tensor) -> bool:
         """After a flush: these, from step 0 on."""

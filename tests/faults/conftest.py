@@ -9,7 +9,10 @@ from swift_ft.log import reader
 from tests.faults import shim
 from tests.faults.shim import Faults
 from tests.faults.world import Server
+from tests.integration.conftest import job
 from tests.shared_bodies import SHARED
+
+__all__ = ["job"]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -2,8 +2,6 @@
 
 import json
 import struct
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -37,12 +35,12 @@ from tests.faults.world import (
     key,
     overwrite,
     put,
-    reading,
 )
-from tests.integration.logserver_world import JOB, REPOSITORY
+from tests.integration.logserver_world import JOB, python
 from tests.log_client import owned_bytes
 from tests.patience import eventually
 from tests.unit.log.append_call import Call
+from tests.unit.log.clients import following, reading
 from tests.unit.log.frames import STREAM, frame_of
 
 
@@ -57,12 +55,11 @@ def refused_from(server: Server, step: int, stream: str = STREAM) -> None:
     """The steps below can be read, this one never, in whatever way it is asked for."""
     assert server.inventory(stream).corrupt
     with reading(server.address) as reader:
-        cursor = reader.follow(stream, 0)
-        for earlier in range(step):
-            assert cursor.get(key(earlier), TIMEOUT_S, lambda: False).body == body_of(earlier)
-        with pytest.raises(RecordCorrupt):
-            cursor.get(key(step), TIMEOUT_S, lambda: False)
-        cursor.close()
+        with following(reader, stream, 0) as cursor:
+            for earlier in range(step):
+                assert cursor.get(key(earlier), TIMEOUT_S, lambda: False).body == body_of(earlier)
+            with pytest.raises(RecordCorrupt):
+                cursor.get(key(step), TIMEOUT_S, lambda: False)
         with pytest.raises(RecordCorrupt):
             reader.digests(stream, 0, cancelled=never)
 
@@ -121,18 +118,16 @@ def test_f12_checksum_failure_in_the_middle_quarantines_and_refuses_replay(big: 
     big.start()
     assert not big.said("torn_tail")
     with reading(big.address) as reader:
-        cursor = reader.follow(STREAM, 0)
-        for step in (0, 1):
-            assert cursor.get(key(step), TIMEOUT_S, lambda: False).body == body_of(step)
-        with pytest.raises(RecordCorrupt, match=r"step 2 microbatch 0 slot 0"):
-            cursor.get(key(2), TIMEOUT_S, lambda: False)
-        cursor.close()
+        with following(reader, STREAM, 0) as cursor:
+            for step in (0, 1):
+                assert cursor.get(key(step), TIMEOUT_S, lambda: False).body == body_of(step)
+            with pytest.raises(RecordCorrupt, match=r"step 2 microbatch 0 slot 0"):
+                cursor.get(key(2), TIMEOUT_S, lambda: False)
         assert big.inventory().corrupt
         eventually(lambda: big.said("stream_corrupt"), "the event is written")  # after the refusal
         # What is behind it is still there; and a checkpoint that covers it makes the log good again.
-        cursor = reader.follow(STREAM, 3)
-        assert cursor.get(key(3), TIMEOUT_S, lambda: False).body == body_of(3)
-        cursor.close()
+        with following(reader, STREAM, 3) as cursor:
+            assert cursor.get(key(3), TIMEOUT_S, lambda: False).body == body_of(3)
         assert admin.trim(big.address, JOB, 3, TIMEOUT_S) == 3
         assert not big.inventory().corrupt
 
@@ -356,14 +351,7 @@ def test_f21_decompression_bomb_has_bounded_output_and_is_invalid(server: Server
     call.open()
     call.send(forged(little, packed))
     call.until_acked(1)
-    done = subprocess.run(
-        [sys.executable, "-c", BOMB_READER, server.address],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = python("-c", BOMB_READER, server.address, timeout_s=60)
     assert done.returncode == 0, done.stderr
     said, used_bytes = json.loads(done.stdout)
     assert said.startswith("RecordCorrupt: step 0 microbatch 0 slot 0: its lz4 block does not decompress")
@@ -419,11 +407,9 @@ def test_f22_every_tensor_comes_back_bit_for_bit(server: Server, codec: str) -> 
             assert header.codec == CODECS[codec], (name, index)
             assert (header.stored_bytes < tensor.nbytes) == (codec != "none"), (name, index)
     server.start()
-    with reading(server.address) as reader:
-        cursor = reader.follow(STREAM, 0)
+    with reading(server.address) as reader, following(reader, STREAM, 0) as cursor:
         for name, index, tensor in tensors:
             record = cursor.get(keys[name, index], TIMEOUT_S, lambda: False)
             back = to_tensor(record)
             assert (back.dtype, back.shape) == (tensor.dtype, tensor.shape), (name, index)
             assert bytes(owned_bytes(back)[2]) == bytes(owned_bytes(tensor)[2]), (name, index)
-        cursor.close()

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from itertools import repeat
 from pathlib import Path
+from unittest import mock
 
 import grpc
 import pytest
@@ -27,12 +28,12 @@ from tests.faults.world import (
     key,
     memory_bytes,
     put,
-    reading,
 )
 from tests.integration.logserver_world import JOB, run
 from tests.log_client import Writer
 from tests.patience import eventually
 from tests.unit.log.append_call import Call
+from tests.unit.log.clients import following, reading
 from tests.unit.log.frames import STREAM, frame_of
 
 SMALL_SEGMENTS = ("--segment-bytes", "1000000")
@@ -89,11 +90,9 @@ def test_f23_full_disk_goes_back_to_the_record_boundary_and_still_reads_and_trim
         eventually(lambda: server.said("disk_full"), "the event is written")  # after the refusal
         held = server.inventory().durable_sequence
         assert 100 < held < count
-        with reading(server.address) as reader:
-            cursor = reader.follow(STREAM, held - 3)
+        with reading(server.address) as reader, following(reader, STREAM, held - 3) as cursor:
             for step in range(held - 3, held):
                 assert cursor.get(key(step), TIMEOUT_S, lambda: False).body == body_of(step)
-            cursor.close()
         # Somebody else takes the very last block. A fence and a trim are recorded all the same; then the writer
         # goes on by itself, again and again.
         take_all(Path(f"/proc/{server.pid}/root{server.directory}") / "junk+")
@@ -129,10 +128,8 @@ def test_f23_disk_that_fills_up_in_the_middle_of_a_record(faulty: Server, faults
     assert (short.hits, full.hits > 0) == (1, True)
     assert not faulty.serving()
     assert faulty.inventory().durable_sequence == 1
-    with reading(faulty.address) as reader:
-        cursor = reader.follow(STREAM, 0)
+    with reading(faulty.address) as reader, following(reader, STREAM, 0) as cursor:
         assert cursor.get(key(0), TIMEOUT_S, lambda: False).body == body_of(0)
-        cursor.close()
     full.clear()
     eventually(lambda: not writer.sending.links[faulty.address].core.pending, "the writer goes on by itself")
     writer.close()
@@ -384,13 +381,8 @@ def test_f28_read_only_file_system_at_the_start_is_one_line(tmp_path: Path, faul
     with Server(tmp_path / "log") as server:
         fill(server, 1)
     faults.rule(shim.OPEN, ".lock", shim.FAIL, error=errno.EROFS)
-    before = dict(os.environ)
-    os.environ.update(faults.env)
-    try:
+    with mock.patch.dict(os.environ, faults.env):
         done = run(tmp_path / "log")
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
     assert done.returncode == 2, done.stderr
     assert "Read-only file system" in done.stderr
     assert done.stderr.count("\n") == 1, done.stderr

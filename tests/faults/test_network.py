@@ -1,14 +1,14 @@
 """Faults 30 to 33: peers that are gone without a word, clocks that jump, and the dead that go on writing."""
 
 import contextlib
-import shutil
+import os
 import signal
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import grpc
 import pytest
@@ -17,16 +17,18 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.coordinator_client import CoordinatorClient
 from swift_ft.errors import ServiceError
-from swift_ft.launch.standalone import free_port
 from swift_ft.log import admin
 from swift_ft.log.protocol import client_options, server_options
 from tests.faults import shim
 from tests.faults.shim import Faults
-from tests.faults.world import TIMEOUT_S, Helper, Server, put, reading
+from tests.faults.world import TIMEOUT_S, Helper, Server, put
 from tests.integration.coordinator_world import Coordinator, FakeMember
 from tests.integration.logserver_world import JOB
+from tests.integration.namespaces import Network, impossible
+from tests.integration.test_partitions import World
 from tests.log_client import LogWriter
 from tests.patience import eventually
+from tests.unit.log.clients import following, reading
 from tests.unit.log.frames import STREAM
 from tests.unit.log.service import InProcess
 
@@ -38,133 +40,34 @@ QUICK_LEASES = ("--heartbeat-s", "0.2", "--lease-s", "2")
 
 # -- 30: half-open connections --------------------------------------------------------------------------------
 
-SERVER_IP, CLIENT_IP = "10.77.0.2", "10.77.0.1"
-
-
-class Wire:
-    """A network namespace for the server, one for its clients, a pair of interfaces between them."""
-
-    def __init__(self, server_pid: int) -> None:
-        self.server_pid = server_pid
-        self._client = subprocess.Popen(["unshare", "--net", "sleep", "600"])
-        mine, theirs = (Path(f"/proc/{pid}/ns/net") for pid in ("self", self._client.pid))
-        eventually(lambda: theirs.readlink() != mine.readlink(), "the client has a network of its own")
-        self.run(
-            self.client, "link", "add", "c0", "type", "veth", "peer", "name", "s0", "netns", str(server_pid)
-        )
-        for inside, name, address in ((self.client, "c0", CLIENT_IP), (self.server, "s0", SERVER_IP)):
-            self.run(inside, "address", "add", f"{address}/24", "dev", name)
-            self.run(inside, "link", "set", name, "up")
-            self.run(inside, "link", "set", "lo", "up")
-
-    @property
-    def client(self) -> list[str]:
-        """Words that let a command run on the clients' side."""
-        return ["nsenter", f"--net=/proc/{self._client.pid}/ns/net"]
-
-    @property
-    def server(self) -> list[str]:
-        return ["nsenter", f"--net=/proc/{self.server_pid}/ns/net"]
-
-    @staticmethod
-    def run(inside: list[str], *words: str) -> None:
-        done = subprocess.run([*inside, "ip", *words], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-
-    def cut(self) -> None:
-        """What either side sends goes to nobody. No FIN, no RST, no error: the interfaces stay up."""
-        nobody = "02:00:00:00:00:99"
-        for inside, name, peer in ((self.client, "c0", SERVER_IP), (self.server, "s0", CLIENT_IP)):
-            self.run(inside, "neigh", "replace", peer, "lladdr", nobody, "dev", name, "nud", "permanent")
-
-    def close(self) -> None:
-        self._client.kill()
-        self._client.wait(TIMEOUT_S)
-
-
-# Writes and reads; then says how long it took until each of its connections was known to be dead.
-CUT_OFF = """
-import json, os, sys, time
-from swift_ft.log import admin
-from swift_ft.log.reader import LogReader
-from swift_ft.log.record import RecordKey
-from tests.log_client import LogWriter
-
-os.environ["SWIFT_INSECURE"] = "1"  # the network between is the test's own
-address = sys.argv[1]
-admin.fence(address, "job", 1, 20.0)
-writer = LogWriter([address], "job", 1)
-writer.append("s0.F", RecordKey(0, 0, 0), "uint8", (1,), b"x")
-writer.flush(20.0)
-reader = LogReader([address], "job")
-cursor = reader.follow("s0.F", 0)
-cursor.get(RecordKey(0, 0, 0), 20.0, lambda: False)
-print(json.dumps("reading"), flush=True)
-sys.stdin.readline()
-begin = time.monotonic()
-link = writer.sending.links[address]
-was = link.core.trouble
-writer.append("s0.F", RecordKey(1, 0, 0), "uint8", (1,), b"y")
-found = {}
-while len(found) < 2 and time.monotonic() - begin < 60:
-    if "writer" not in found and link.core.trouble != was:
-        found["writer"] = [time.monotonic() - begin, link.core.trouble]
-    if "reader" not in found and cursor._trouble:
-        found["reader"] = [time.monotonic() - begin, cursor._trouble]
-    time.sleep(0.01)
-print(json.dumps(found), flush=True)
-sys.stdin.readline()
-"""
-
-# Until it has trimmed as far as the first argument says, or once. What came of it, and when.
-TRIM = """
-import json, sys, time
-from swift_ft.log import admin
-
-while (trimmed := admin.trim(sys.argv[1], "job", 1, 20.0)) < 1:
-    if sys.argv[2] == "once":
-        break
-    time.sleep(0.05)
-print(json.dumps([trimmed, time.monotonic()]), flush=True)
-"""
-
 
 class HalfOpen:
     """A server and a client whose network is cut; neither is told. Who finds it out says when."""
 
     def __init__(self, directory: Path, stack: contextlib.ExitStack) -> None:
-        server = Server(directory / "log", "--insecure")
-        server.address = f"0.0.0.0:{free_port()}"
-        server.prefix = ("unshare", "--net")
-        stack.enter_context(server)
-        wire = Wire(server.pid)
-        stack.callback(wire.close)
-        port = server.address.rpartition(":")[2]
-        self.client = stack.enter_context(Helper(CUT_OFF, f"{SERVER_IP}:{port}", prefix=wire.client))
-        assert self.client.hear() == "reading"
-        trim = [TRIM, f"127.0.0.1:{port}"]
-        with Helper(*trim, "once", prefix=wire.server) as once:
-            assert once.hear()[0] == 0  # it is being read
-        wire.cut()
+        network = Network("meta", "log", "a", "b")
+        stack.callback(network.close)
+        world = World(network, directory, stack)
+        with mock.patch.dict(os.environ, SWIFT_INSECURE="1"):  # connections in clear text off loopback
+            world.log_server()
+            self.client, self.operator = world.agent("a"), world.agent("b")
+        assert self.operator("fence", world.log, 1) is None
+        assert self.client("open_writer", world.log, 1, 60.0) is None
+        assert self.client("write", STREAM, 0, 1) is None
+        assert self.client("follow", world.log, STREAM) is None
+        assert self.operator("trim", world.log, 1) == 0  # it is being read
+        network.lose("a", "log")
+        network.lose("log", "a")
         self.began = time.monotonic()
-        self.client.say("cut")
-        self.trim = stack.enter_context(Helper(*trim, "until", prefix=wire.server))
-
-
-def no_networks() -> str:
-    """Why a network of its own cannot be made here."""
-    for program in ("unshare", "nsenter", "ip"):
-        if shutil.which(program) is None:
-            return f"no {program}: a network of its own cannot be made"
-    tried = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True, check=False)
-    return f"network namespaces cannot be made here: {tried.stderr.strip()}" if tried.returncode else ""
+        self.client.begin("seconds_to_notice", 60.0)
+        self.operator.begin("trimmed_at", world.log, 1)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def half_open(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HalfOpen | None]:
     """Cut before the first test of this file and looked at in the last one: it takes as long as all others together."""
     with contextlib.ExitStack() as stack:
-        yield None if no_networks() else HalfOpen(tmp_path_factory.mktemp("half-open"), stack)
+        yield None if impossible() else HalfOpen(tmp_path_factory.mktemp("half-open"), stack)
 
 
 def test_f30_stopped_server_is_given_up_and_taken_again(
@@ -201,12 +104,10 @@ def test_f30_stopped_server_is_given_up_and_taken_again(
 
 
 @pytest.fixture
-def forging(tmp_path: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> Iterator[Coordinator]:
+def forging(tmp_path: Path, faults: Faults) -> Iterator[Coordinator]:
     """A coordinator whose wall clock is the test's."""
     coordinator = Coordinator(tmp_path / "meta", *QUICK_LEASES)
-    with monkeypatch.context() as patch:
-        for name, value in faults.env.items():
-            patch.setenv(name, value)
+    with mock.patch.dict(os.environ, faults.env):
         coordinator.start()
     yield coordinator
     coordinator.stop()
@@ -380,12 +281,9 @@ class Trio:
 
     def logged(self, count: int) -> list[tuple[int, int]]:
         """Step and generation of every record, as a replay gets them."""
-        with reading(self.log.address) as reader:
-            cursor = reader.follow("s1.F", 0)
+        with reading(self.log.address) as reader, following(reader, "s1.F", 0) as cursor:
             eventually(lambda: len(cursor._records) >= count, "the records")
-            found = [(record.key.step, record.generation) for record in cursor._records.values()]
-            cursor.close()
-        return found
+            return [(record.key.step, record.generation) for record in cursor._records.values()]
 
     def close(self) -> None:
         with contextlib.ExitStack() as stack:
@@ -464,14 +362,15 @@ def test_f30_half_open_connection_is_found_by_both_sides_within_the_stated_bound
 ) -> None:
     """The network between them is cut, and neither is told. The server's side: a dead reader's lease ends."""
     if half_open is None:
-        pytest.skip(no_networks())
-    trimmed, at = half_open.trim.hear()
+        pytest.skip(impossible())
+    trimmed, at = half_open.operator.end()
     assert trimmed == 1
-    found = half_open.client.hear()
+    found = half_open.client.end()  # of the writer, and of the reader
     slack_s = 3.0  # of processes that take turns on a busy machine
     assert at - half_open.began < KEEPALIVE_BOUND_S + slack_s
-    for who in ("writer", "reader"):
-        after_s, trouble = found[who]
+    for noticed in found:
+        assert noticed is not None, found
+        after_s, trouble = noticed
         assert after_s < KEEPALIVE_BOUND_S + slack_s, found
         # Of a ping; or of data that the peer's kernel does not acknowledge.
         assert "ping timeout" in trouble or "timed out" in trouble, found

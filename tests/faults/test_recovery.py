@@ -3,7 +3,6 @@
 import json
 import shutil
 import threading
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,22 +19,15 @@ from swift_ft.lab.drill.cluster import LOG_SERVER
 from swift_ft.log import admin
 from swift_ft.log.protocol import code_of, message_of, reason_of
 from swift_ft.log.reader import never
-from tests.faults.world import TIMEOUT_S, Server, body_of, fill, key, reading
+from tests.faults.world import TIMEOUT_S, Server, body_of, fill, key
 from tests.integration.coordinator_world import Coordinator, Job, finish, recovered
 from tests.integration.forked import ForkedCluster, Forks
 from tests.integration.logserver_world import JOB
 from tests.integration.test_coordinator import run
 from tests.integration.trainer_world import TRAINERS, undisturbed, until_over
 from tests.patience import eventually
+from tests.unit.log.clients import reading
 from tests.unit.log.frames import STREAM
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
-    job = Job(tmp_path)
-    yield job
-    job.close()
-
 
 # -- 34: the coordinator dies -----------------------------------------------------------------------------------
 

@@ -19,11 +19,11 @@ from tests.faults.world import (
     key,
     overwrite,
     put,
-    reading,
 )
 from tests.integration.coordinator_world import Coordinator
 from tests.integration.logserver_world import JOB
 from tests.unit.log.append_call import Call
+from tests.unit.log.clients import following, reading
 from tests.unit.log.frames import STREAM, frame_of
 
 BAD_NAMES = (
@@ -148,13 +148,11 @@ def test_f42_unknown_version_in_a_file_is_refused(tmp_path: Path, what: str) -> 
         overwrite(path, 4 + at, unknown.to_bytes(2, "little"))
         server.start()
         assert f"version {unknown} is not known" in server.inventory().reason
-        with reading(server.address) as reader:
-            cursor = reader.follow(STREAM, 0)
+        with reading(server.address) as reader, following(reader, STREAM, 0) as cursor:
             if what == "record":
                 assert cursor.get(key(0), TIMEOUT_S, lambda: False).body == body_of(0)
             with pytest.raises(RecordCorrupt, match=f"version {unknown} is not known"):
                 cursor.get(key(1), TIMEOUT_S, lambda: False)
-            cursor.close()
 
 
 def test_f42_unknown_proto_fields_are_tolerated(server: Server) -> None:

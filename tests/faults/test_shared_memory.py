@@ -10,9 +10,10 @@ import pytest
 from swift_ft._pb import log_pb2
 from swift_ft.log.protocol import reason_of
 from swift_ft.log.shared_memory import hand_over
-from tests.faults.world import TIMEOUT_S, Server, reading
+from tests.faults.world import TIMEOUT_S, Server
 from tests.shared_bodies import memfd
 from tests.unit.log.append_call import Call
+from tests.unit.log.clients import following, reading
 from tests.unit.log.frames import STREAM, frame_of
 from tests.unit.log.test_shared_memory import Sharing
 
@@ -55,11 +56,9 @@ def test_f46_memory_that_changes_while_it_is_read_is_never_acknowledged_wrongly(
     assert set(reasons) == {"corrupt"}
     server.stop()
     server.start()
-    with reading(server.address) as reader:
-        cursor = reader.follow(STREAM, 0)
+    with reading(server.address) as reader, following(reader, STREAM, 0) as cursor:
         for step, body in enumerate(acknowledged):
             assert cursor.get(frame_of(step)[0].key, TIMEOUT_S, lambda: False).body == body
-        cursor.close()
     assert not server.inventory().corrupt
 
 

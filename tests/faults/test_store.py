@@ -1,19 +1,11 @@
 """Fault 44: the coordinator's own files are damaged while it is away. A real process, and members that wait for it."""
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
 from tests.integration.coordinator_world import Job, finish, recovered
 from tests.integration.test_coordinator import run
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
-    job = Job(tmp_path)
-    yield job
-    job.close()
 
 
 def flipped(at: int) -> Callable[[bytes], bytes]:

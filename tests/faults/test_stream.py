@@ -13,10 +13,11 @@ from swift_ft.log.frame import decode_header
 from swift_ft.log.protocol import reason_of
 from swift_ft.log.reader import LogReader, never
 from swift_ft.log.record import RecordKey
-from tests.faults.world import TIMEOUT_S, Helper, Server, body_of, key, put, reading
+from tests.faults.world import TIMEOUT_S, Helper, Server, body_of, key, put
 from tests.integration.logserver_world import JOB
 from tests.log_client import LogWriter
 from tests.unit.log.append_call import Call
+from tests.unit.log.clients import following, reading
 from tests.unit.log.frames import STREAM, frame_of
 
 
@@ -95,12 +96,11 @@ def test_f04_microbatches_out_of_order_are_accepted_and_found_by_key(server: Ser
     writer.close()
     with reading(server.address) as reader:
         assert list(reader.digests(STREAM, 0, cancelled=never)) == [RecordKey(*at, 0) for at in order]
-        cursor = reader.follow(STREAM, 0)
-        for step, microbatch in sorted(order):
-            record = cursor.get(RecordKey(step, microbatch, 0), TIMEOUT_S, lambda: False)
-            assert record.body == bytes((step, microbatch))
-            assert record.sequence == order.index((step, microbatch))
-        cursor.close()
+        with following(reader, STREAM, 0) as cursor:
+            for step, microbatch in sorted(order):
+                record = cursor.get(RecordKey(step, microbatch, 0), TIMEOUT_S, lambda: False)
+                assert record.body == bytes((step, microbatch))
+                assert record.sequence == order.index((step, microbatch))
 
 
 def test_f05_same_key_under_two_sequences_is_rejected(server: Server) -> None:

@@ -1,11 +1,13 @@
 """Fault 44: no thread can be started, at a limit of memory or of processes. Real processes are refused new ones."""
 
 import errno
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from unittest import mock
 
 import grpc
 import psutil
@@ -159,15 +161,13 @@ def test_f44_one_address_causes_no_more_threads_than_a_container_has(tmp_path: P
 
 
 def test_f44_a_coordinator_that_can_start_no_thread_recovers_its_jobs_and_ends(
-    tmp_path: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, faults: Faults
 ) -> None:
     job = Job(tmp_path)
     with ExitStack() as stack:
         stack.callback(job.close)
         servers = [stack.enter_context(Server(tmp_path / f"log{number}")) for number in range(2)]
-        with monkeypatch.context() as environment:
-            for name, value in faults.env.items():
-                environment.setenv(name, value)
+        with mock.patch.dict(os.environ, faults.env):
             coordinator = job.coordinator("--log-servers", ",".join(server.address for server in servers))
         rule = no_threads(faults)
         members = job.form()

@@ -8,8 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,12 +20,12 @@ from swift_ft import events
 from swift_ft._pb import log_pb2, log_pb2_grpc
 from swift_ft.log import admin
 from swift_ft.log.protocol import SERVICE, open_channel
-from swift_ft.log.reader import LogReader
 from swift_ft.log.record import RecordKey
 from tests.faults.shim import Faults
 from tests.integration.logserver_world import JOB, REPOSITORY, TIMEOUT_S, LogServer
 from tests.log_client import LogWriter
 from tests.patience import eventually
+from tests.unit.log.clients import following, reading
 
 STREAM = "s0.F"
 SIZE = 20_000
@@ -100,26 +99,15 @@ class Server(LogServer):
         found = self.inventory(stream)
         assert not found.corrupt, found.reason
         assert (found.records, found.next_sequence, found.durable_sequence) == (end - begin, end, end)
-        with reading(self.address) as reader:
-            cursor = reader.follow(stream, begin)
+        with reading(self.address) as reader, following(reader, stream, begin) as cursor:
             for step in range(begin, end):
                 record = cursor.get(key(step), TIMEOUT_S, lambda: False)
                 assert record.body == body_of(step, size), step
                 assert record.sequence == step
-            cursor.close()
 
     def __exit__(self, *of: object) -> None:
         self.channel.close()
         super().__exit__(*of)
-
-
-@contextmanager
-def reading(address: str) -> Iterator[LogReader]:
-    reader = LogReader([address], JOB)
-    try:
-        yield reader
-    finally:
-        reader.close()
 
 
 def memory_bytes(pid: int, what: str) -> int:

@@ -61,7 +61,7 @@ def tried(services: Services, place: Path, trainer: Trainer, world: int) -> Iter
         if each:
             job = f"{name}-killed-{number}"
             killed = run.run(services, place / job, trainer, world, each, job)
-            found, lost = _judged(calm, killed, each), lost_in(killed.directory)
+            found, lost = verdict.of_all_killed(calm, killed, len(each)), lost_in(killed.directory)
         yield {
             "trainer": trainer.name,
             "topology": trainer.parallelism or (f"{world} x data" if world > 1 else "1"),
@@ -78,13 +78,6 @@ def _words(how: str, each: list[Kill]) -> str:
     if how == "at once":
         return f"all ranks at once, {each[0].place} of step {each[0].step}"
     return ", ".join(f"{kill.place} of step {kill.step}" for kill in each) or "nothing"
-
-
-def _judged(calm: Outcome, killed: Outcome, each: list[Kill]) -> verdict.Verdict:
-    found = verdict.of_killed(calm, killed, len(each))
-    if found.word == verdict.SAME and killed.fired < len(each):
-        return verdict.Verdict(word=verdict.MISS, why=f"only {killed.fired} of {len(each)} kills came about")
-    return found
 
 
 # What a failure costs, told by the probes alone, so that it is the same measure under torchrun.

@@ -13,20 +13,19 @@ other quiet phase differs from the rest by as much itself, or too little was see
 
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from swift_ft.cli_parser import Parser, add_json, check_file, write_json
+from swift_ft.cli_parser import Parser, add_json
 from swift_ft.credentials import ENV_TOKEN_FILE
 from swift_ft.errors import ServiceError, SwiftError, UsageError
-from swift_ft.lab.bench import output
 from swift_ft.log import admin
 from swift_ft.log.protocol import Fsync
 from swift_ft.log.reader import LogReader
@@ -37,9 +36,8 @@ from tests.hostile.clients import JOB as HOSTILE
 from tests.log_client import LogWriter
 from tests.soak import memory as soak_memory
 from tests.soak.memory import Rule, Sample
-from tests.soak.processes import SERVER, Server, rss_bytes
+from tests.soak.processes import SERVER, Server, end, judge_in_place, rss_bytes
 
-EXIT_CODES = {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 3}
 JOB, STREAM = "serving", "s0.F"
 PACE_S = 0.02
 BODY_BYTES = 4096
@@ -164,16 +162,12 @@ class Serving:
     def _lost(self) -> int:
         """Of all that was acknowledged and is not trimmed."""
         reader = LogReader([self._server.address], JOB)
-        try:
-            cursor = reader.follow(STREAM, self._kept)
+        with closing(reader), closing(reader.follow(STREAM, self._kept)) as cursor:
             lost = 0
             for step in range(self._kept, self.steps):
                 record = cursor.get(RecordKey(step, 0, 0), CALL_S, lambda: False)
                 lost += bytes(record.body) != body_of(step)
-            cursor.close()
             return lost
-        finally:
-            reader.close()
 
     def close(self) -> None:
         self._writer.close(CALL_S)
@@ -354,28 +348,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         pause_s=arguments.pause,
         attacks=tuple(arguments.attack),
     )
-    check_file("--json", arguments.json)
-    on = output.machine()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # its processes end with it
-    try:
-        with output.place(arguments.directory) as directory:
-            seen = run(config, Path(directory))
-    except KeyboardInterrupt:
-        print("swift: stopped; nothing is judged", file=sys.stderr)
-        return EXIT_CODES["INCONCLUSIVE"]
-    except SwiftError as error:  # a server that does not answer the serving job is what this looks for
-        if isinstance(error, UsageError):
+
+    def judged(directory: Path) -> dict[str, Any]:
+        try:
+            return judge(config, run(config, directory))
+        except UsageError:
             raise
-        raise ServiceError(f"FAIL: the serving job got no answer: {error}") from error
-    result = {"machine": on, **judge(config, seen)}
-    print(json.dumps(result, indent=1))
-    write_json(arguments.json, result)
-    return EXIT_CODES[result["verdict"]]
+        except SwiftError as error:  # a server that does not answer the serving job is what this looks for
+            raise ServiceError(f"FAIL: the serving job got no answer: {error}") from error
+
+    return judge_in_place(arguments, judged)
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except SwiftError as error:
-        print(f"swift: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    end(main)

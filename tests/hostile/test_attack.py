@@ -10,6 +10,7 @@ from tests.hostile import attack
 from tests.hostile.attack import HostileConfig, judge
 from tests.soak.memory import Rule
 
+pytestmark = [pytest.mark.matrix, pytest.mark.timeout(240)]
 SHORT = Rule(warm_up_s=5.0, observed_s_min=5.0, percent_per_minute_max=200.0, thirds_percent_max=200.0)
 
 SLOW = """
@@ -29,8 +30,6 @@ sys.exit(program.main())
 """
 
 
-@pytest.mark.matrix
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("tokens", [False, True])
 def test_a_hostile_client_takes_nothing_from_another_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: bool
@@ -45,8 +44,6 @@ def test_a_hostile_client_takes_nothing_from_another_job(
     assert result["ratio"]["median_ms"] < attack.RATIO_MAX, result
 
 
-@pytest.mark.matrix
-@pytest.mark.timeout(240)
 def test_a_server_that_works_under_its_lock_is_found(tmp_path: Path) -> None:
     broken = tmp_path / "broken.py"
     broken.write_text(SLOW)

@@ -13,7 +13,6 @@ import pytest
 from swift_ft._pb import log_pb2
 from swift_ft.log import admin
 from swift_ft.log.protocol import CALLS_PER_CONNECTION, SERVICE, Fsync, code_of, reason_of
-from swift_ft.log.reader import LogReader
 from swift_ft.log.record import RecordKey
 from swift_ft.tokens import LOG
 from swift_ft_services.logserver.core import IndexEntry
@@ -25,6 +24,7 @@ from tests.hostile.world import BOUND_S, STREAM, Neighbour, Server, frame, messa
 from tests.integration.logserver_world import LogServer
 from tests.log_client import LogWriter
 from tests.patience import eventually
+from tests.unit.log.clients import following, reading
 
 GROWTH_MAX = 96 << 20
 MIB = 1 << 20
@@ -81,12 +81,9 @@ def test_readers_that_do_not_read_share_what_is_read_ahead(server: LogServer) ->
         eventually(lambda: admin.status(server.address, BOUND_S, "job").jobs[0].readers == 100)
         Neighbour().use(server.address)
         assert resident(server) - before < 400 * MIB
-        reader = LogReader([server.address], "job")
-        cursor = reader.follow(STREAM, 0)
-        for step in range(12):
-            assert bytes(cursor.get(RecordKey(step, 0, 0), BOUND_S, lambda: False).body) == body
-        cursor.close()
-        reader.close()
+        with reading(server.address) as reader, following(reader, STREAM, 0) as cursor:
+            for step in range(12):
+                assert bytes(cursor.get(RecordKey(step, 0, 0), BOUND_S, lambda: False).body) == body
 
 
 @pytest.mark.parametrize("method", ["/grpc.health.v1.Health/Check", LOG + "Fence"])

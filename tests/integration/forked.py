@@ -6,13 +6,14 @@ needs neither; those of other runs are forked as well. Drills start theirs as pe
 
 import contextlib
 import functools
+import json
 import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from torch._C._distributed_c10d import TCPStore
 
@@ -112,6 +113,38 @@ def meeting(store: TCPStore) -> dict[str, str]:
 
 def new_store() -> TCPStore:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+
+
+class Meeting:
+    """Processes that meet in one store. What each of them prints is in a file of `place`."""
+
+    def __init__(self, forks: Forks, place: Path) -> None:
+        self.place = place
+        self._forks = forks
+        self._store = new_store()
+        self.started: list[Forked] = []
+
+    def start(self, program: Path | str, *arguments: object) -> Forked:
+        environment = meeting(self._store)
+        output = self._output(len(self.started))
+        self.started.append(self._forks.run(program, arguments, environment, output))
+        return self.started[-1]
+
+    def answer(self, process: Forked) -> dict[str, Any]:
+        """Its last line, once it has ended."""
+        assert process.wait(240) == 0
+        lines = self._output(self.started.index(process)).read_text().splitlines()
+        return dict(json.loads(lines[-1]))
+
+    def _output(self, number: int) -> Path:
+        return self.place / f"{number}.out"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.started:
+            process.kill()
 
 
 class _Ranks:

@@ -230,6 +230,11 @@ class Launch:
         part.write_text(last_words)
         part.rename(self.directory / f"go.{number}")
 
+    def go_all(self, ranks: int = 2) -> None:
+        """Ends the scripts of so many ranks well."""
+        for number in range(ranks):
+            self.go(number)
+
     def check(self) -> None:
         assert self.process.poll() is None, self.process.communicate()
 

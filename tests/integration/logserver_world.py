@@ -7,7 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -20,20 +20,24 @@ JOB = "job"
 TIMEOUT_S = 20.0
 
 
-def command(directory: Path, *flags: str) -> list[str]:
-    return [sys.executable, "-m", "swift_ft_services.logserver", "--directory", str(directory), *flags]
-
-
-def run(directory: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    """A start that is expected to fail."""
+def python(
+    *words: object, timeout_s: float = TIMEOUT_S, cwd: Path = REPOSITORY, env: Mapping[str, str] | None = None
+) -> "subprocess.CompletedProcess[str]":
+    """A program of Python's, at its end. `env`: what it has besides."""
     return subprocess.run(
-        command(directory, *flags),
-        cwd=REPOSITORY,
+        [sys.executable, *map(str, words)],
+        cwd=cwd,
+        env={**os.environ, **(env or {})},
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=timeout_s,
         check=False,
     )
+
+
+def run(directory: Path, *flags: str) -> "subprocess.CompletedProcess[str]":
+    """A start that is expected to fail."""
+    return python("-m", "swift_ft_services.logserver", "--directory", directory, *flags)
 
 
 def serve(name: str, directory: Path, *flags: str, **env: str) -> tuple["subprocess.Popen[bytes]", str]:

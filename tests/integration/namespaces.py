@@ -7,29 +7,33 @@ the test's process, however that ends, goes everything that was made. Nothing is
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
+from tests.patience import eventually
 
 TIMEOUT_S = 20.0
 NOBODY = "02:00:00:00:00:99"
 """An Ethernet address that no machine has."""
 
 
-def skip_where_impossible() -> None:
+def impossible() -> str:
+    """Why networks cannot be made here."""
     for program in ("ip", "nsenter", "unshare"):
         if shutil.which(program) is None:
-            pytest.skip(f"no {program}: network namespaces cannot be made")
-    tried = subprocess.run(
-        ["unshare", "--net", "--uts", "ip", "link", "add", "b0", "type", "bridge"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+            return f"no {program}: network namespaces cannot be made"
+    command = ["unshare", "--net", "--uts", "ip", "link", "add", "b0", "type", "bridge"]
+    tried = subprocess.run(command, capture_output=True, text=True, check=False)
     if tried.returncode:
-        pytest.skip(f"network namespaces with a bridge cannot be made here: {tried.stderr.strip()}")
+        return f"network namespaces with a bridge cannot be made here: {tried.stderr.strip()}"
+    return ""
+
+
+def skip_where_impossible() -> None:
+    if why := impossible():
+        pytest.skip(why)
 
 
 class Network:
@@ -60,11 +64,8 @@ class Network:
         """A process in a new namespace, which ends at the end of its input."""
         keeper = subprocess.Popen(["unshare", "--net", "--uts", "cat"], stdin=subprocess.PIPE)
         mine, its = (Path(f"/proc/{who}/ns/net") for who in ("self", keeper.pid))
-        deadline = time.monotonic() + TIMEOUT_S
-        while os.readlink(its) == os.readlink(mine):
-            assert keeper.poll() is None, "no namespace"
-            assert time.monotonic() < deadline, "no namespace"
-            time.sleep(0.005)
+        eventually(lambda: keeper.poll() is not None or os.readlink(its) != os.readlink(mine), "a namespace")
+        assert keeper.poll() is None, "no namespace"
         return keeper
 
     def _plug(self, name: str) -> None:

@@ -32,6 +32,12 @@ class Agent:
     def trim(self, log: str, below: int) -> int:
         return admin.trim(log, JOB, below, TIMEOUT_S)
 
+    def trimmed_at(self, log: str, below: int) -> tuple[int, float]:
+        """Asks until it is trimmed so far. How far it is then, and when."""
+        while (trimmed := self.trim(log, below)) < below:
+            time.sleep(0.05)
+        return trimmed, time.monotonic()
+
     def follow(self, log: str, stream: str) -> None:
         """Holds a lease on all of it."""
         self.cursor = LogReader([log], JOB).follow(stream, 0)

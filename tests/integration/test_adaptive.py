@@ -17,6 +17,8 @@ from tests.integration.test_shrink_pipelines import (
 )
 from tests.integration.trainer_world import Run
 
+pytestmark = pytest.mark.timeout(300)
+
 MATRIX = pytest.mark.matrix
 MICROBATCHES = 4
 """Of the trainer."""
@@ -32,7 +34,6 @@ def computed(outcome: Run) -> dict[tuple[int, int], list[tuple[int, int]]]:
     return {key: sorted(pairs) for key, pairs in found.items()}
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("shape", "lost", "phase"),
     [
@@ -64,7 +65,6 @@ def test_the_peers_of_its_stage_share_its_microbatches(
     check_bits(outcome, shape, {lost})
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("shape", "faults"),
     [
@@ -91,7 +91,6 @@ def test_several_losses(shape: tuple[int, int], faults: list[dict[str, Any]], tm
     check_one_step_at_most(lose_several(shape, faults, tmp_path, "adaptive"))
 
 
-@pytest.mark.timeout(300)
 def test_a_stage_of_which_nobody_is_left_goes_back_to_the_checkpoint(tmp_path: Path) -> None:
     """The others keep their processes, and wait for two."""
     faults = [{"rank": rank, "step": 6, "phase": "forward", "microbatch": 1, "hold": True} for rank in (2, 3)]
@@ -102,7 +101,6 @@ def test_a_stage_of_which_nobody_is_left_goes_back_to_the_checkpoint(tmp_path: P
     check_bits(outcome, (2, 2), set())
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("shape", "lost", "phase"),
     [
@@ -119,7 +117,6 @@ def test_one_that_comes_back_makes_the_world_full_again(
 
 
 @pytest.mark.matrix
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("shape", "dies"), [((2, 3), 3), ((2, 3), 4), ((2, 2), 3), ((4, 3), 3), ((2, 4), 5)])
 def test_a_loss_while_one_comes_back(shape: tuple[int, int], dies: int, tmp_path: Path) -> None:
     """Of the one that gives it the state, or of itself."""
@@ -130,14 +127,12 @@ def test_a_loss_while_one_comes_back(shape: tuple[int, int], dies: int, tmp_path
     check_bits(outcome, shape, set())
 
 
-@pytest.mark.timeout(300)
 def test_what_the_trainer_sums_over_its_pipeline_is_named(tmp_path: Path) -> None:
     """Nobody has the lost rank's part of it; the weights do not depend on it, but the session cannot know."""
     outcome = run(tmp_path, (2, 2), [{"rank": 3, "step": 5, "phase": "idle"}], "sums", strategy="adaptive")
     check_bits(outcome, (2, 2), {3}, exact=False)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("habit", "splits"), [("adds", False), pytest.param("asks", True, marks=MATRIX)])
 def test_backwards_are_split_where_that_gives_the_same_bits(habit: str, splits: bool, tmp_path: Path) -> None:
     outcome = run(tmp_path, (2, 2), [{"rank": 2, "step": 5, "phase": "reduce"}], habit, strategy="adaptive")
@@ -146,7 +141,6 @@ def test_backwards_are_split_where_that_gives_the_same_bits(habit: str, splits: 
 
 
 @pytest.mark.matrix
-@pytest.mark.timeout(300)
 def test_what_forwards_change_in_modules_is_not_changed_by_those_for_others(tmp_path: Path) -> None:
     fault = {"rank": 2, "step": 5, "phase": "idle"}
     outcome = run(tmp_path, (2, 2), [fault], "counts", strategy="adaptive")
@@ -154,7 +148,6 @@ def test_what_forwards_change_in_modules_is_not_changed_by_those_for_others(tmp_
 
 
 @pytest.mark.matrix
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("habit", ["alternates", "ramps"])
 @pytest.mark.parametrize(
     ("shape", "faults"),
@@ -171,7 +164,6 @@ def test_a_trainer_with_two_schedules(
     check_one_step_at_most(lose_several(shape, faults, tmp_path, "adaptive", habit))
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("habit", "words"),
     [
@@ -199,7 +191,6 @@ def test_what_nobody_could_do_for_a_lost_rank_is_refused_in_the_first_step(
 
 
 @pytest.mark.matrix
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("strategy", ["adaptive", "shrink"])
 def test_batches_of_a_lost_rank_come_in_the_order_that_it_had(strategy: str, tmp_path: Path) -> None:
     """Of torch's DataLoader, which shuffles for each pipeline otherwise: by a run that never failed."""
@@ -213,7 +204,6 @@ def test_batches_of_a_lost_rank_come_in_the_order_that_it_had(strategy: str, tmp
 
 
 @pytest.mark.matrix
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("shape", "lost"), [((2, 2), 0), ((2, 3), 5), ((4, 2), 2)])
 def test_tied_weights(shape: tuple[int, int], lost: int, tmp_path: Path) -> None:
     fault = {"rank": lost, "step": 5, "phase": "backward", "microbatch": 2}
@@ -222,7 +212,6 @@ def test_tied_weights(shape: tuple[int, int], lost: int, tmp_path: Path) -> None
 
 
 @pytest.mark.matrix
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("lost", "phase"), [(3, "backward"), (0, "reduce")])
 def test_all_stages_skip_a_step_in_which_one_finds_inf(lost: int, phase: str, tmp_path: Path) -> None:
     """With all ranks, and with one missing."""
@@ -231,7 +220,6 @@ def test_all_stages_skip_a_step_in_which_one_finds_inf(lost: int, phase: str, tm
 
 
 @pytest.mark.matrix
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("shape", "habit", "rank", "step"),
     [
@@ -251,7 +239,6 @@ def test_a_loss_while_shapes_are_learnt(
 
 
 @pytest.mark.matrix
-@pytest.mark.timeout(300)
 def test_a_loss_is_given_the_numbers_of_its_own_batch(tmp_path: Path) -> None:
     fault = {"rank": 2, "step": 5, "phase": "idle"}
     outcome = run(tmp_path, (2, 2), [fault], "weighs", strategy="adaptive")

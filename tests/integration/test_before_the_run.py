@@ -7,10 +7,11 @@ import pytest
 
 from tests.integration.trainer_world import run_trainer
 
+pytestmark = pytest.mark.timeout(300)
+
 PLACES = ("first", "between", "object", "reduce1", "reduce2", "last", "step")
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("victim", "place"),
     [
@@ -37,7 +38,6 @@ def test_all_have_the_same_whoever_is_lost(victim: int, place: str, tmp_path: Pa
 
 
 @pytest.mark.matrix
-@pytest.mark.timeout(300)
 def test_parameters_that_are_lost_before_there_is_a_state_end_the_job(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     found = run_trainer(

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from tests.integration import trainer_world
 from tests.integration.forked import Forks
-from tests.integration.trainer_world import Run, check_same, run_trainer, undisturbed
+from tests.integration.trainer_world import Run, run_trainer, undisturbed
+
+pytestmark = pytest.mark.timeout(400)
 
 STEPS = 8
 Shape = tuple[int, int, int, int]
@@ -28,15 +31,11 @@ def run(directory: Path, shape: Shape, mesh: str, faults: list[dict[str, Any]]) 
 @pytest.fixture(scope="module")
 def twin(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Twin:
     """The failure-free run of a shape; each is run once."""
-    known: dict[Any, Run] = {}
 
+    @cache
     def of(shape: Shape, mesh: str) -> Run:
-        if (shape, mesh) not in known:
-            place = tmp_path_factory.mktemp("twin")
-            known[shape, mesh] = undisturbed(
-                forks, place, "cells.py", STEPS, *shape[1:], mesh, ranks=size_of(shape)
-            )
-        return known[shape, mesh]
+        words = (STEPS, *shape[1:], mesh)
+        return undisturbed(forks, tmp_path_factory.mktemp("twin"), "cells.py", *words, ranks=size_of(shape))
 
     return of
 
@@ -46,19 +45,11 @@ def kill(rank: int, phase: str, step: int = 6, microbatch: int = 1) -> dict[str,
 
 
 def survived(faulted: Run, twin: Run, ranks: int, victims: list[int]) -> list[dict[int, str]]:
-    """The strategies by rank of every plan, of a run in which every bit is the twin's and survivors kept their
-    processes."""
-    trace = faulted["events"]
-    assert sorted(e["rank"] for e in trace if e["event"] == "fault") == sorted(victims)
-    for rank in range(ranks):
-        pids = {e["pid"] for e in trace if e["who"] == f"rank{rank}" and e["event"] in ("ready", "finished")}
-        assert len(pids) == 1 + victims.count(rank), f"rank {rank}"
-    check_same(faulted, twin)
-    assert {f"rank{rank}-v{STEPS}.json" for rank in range(ranks)} <= set(faulted["digests"])
-    return [{e["rank"]: e["strategy"] for e in event["ranks"]} for event in trace if event["event"] == "plan"]
+    """The strategies by rank of every plan."""
+    plans = trainer_world.survived(faulted, twin, ranks, STEPS, victims)
+    return [{entry["rank"]: entry["strategy"] for entry in plan} for plan in plans]
 
 
-@pytest.mark.timeout(400)
 def test_a_tensor_parallel_stage_without_a_replica_is_replayed_whole(twin: Twin, tmp_path: Path) -> None:
     """Both ranks of the lost one's stage compute again, with live collectives between them; the others keep all."""
     shape = (2, 1, 1, 2)
@@ -74,7 +65,6 @@ def calm(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Callable[[st
     )
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("how", "phase"),
     [
@@ -97,7 +87,6 @@ def test_parallelism_by_hand_inside_of_a_stage(
     assert plan == {0: "REPLAY", 1: "REPLAY", 2: "KEEP", 3: "KEEP"}
 
 
-@pytest.mark.timeout(400)
 def test_a_rank_with_a_replica_copies_from_its_counterpart(twin: Twin, tmp_path: Path) -> None:
     shape = (1, 2, 1, 2)
     faulted = run(tmp_path, shape, "session", [kill(3, "backward", microbatch=0)])
@@ -108,7 +97,6 @@ def test_a_rank_with_a_replica_copies_from_its_counterpart(twin: Twin, tmp_path:
     assert [e["sources"] for e in event["ranks"] if e["rank"] == 3] == [[1]]
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "shape", [(2, 1, 1, 2), pytest.param((1, 1, 2, 2), marks=pytest.mark.matrix)], ids=str
 )

@@ -3,8 +3,7 @@
 import textwrap
 from pathlib import Path
 
-from tests.integration.forked import Forks
-from tests.integration.test_groups import World
+from tests.integration.forked import Forks, Meeting
 
 EVERYTHING = textwrap.dedent(
     """
@@ -102,9 +101,7 @@ EVERYTHING = textwrap.dedent(
 
 
 def test_every_function_gives_what_it_is_documented_to(forks: Forks, tmp_path: Path) -> None:
-    world = World(forks, tmp_path)
-    try:
-        processes = [world.start(EVERYTHING, rank, 3) for rank in range(3)]
-        assert [world.answer(process)["wrong"] for process in processes] == [[], [], []]
-    finally:
-        world.close()
+    (tmp_path / "member.py").write_text(EVERYTHING)
+    with Meeting(forks, tmp_path) as met:
+        members = [met.start(tmp_path / "member.py", rank, 3) for rank in range(3)]
+        assert [met.answer(member)["wrong"] for member in members] == [[], [], []]

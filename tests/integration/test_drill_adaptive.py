@@ -108,7 +108,7 @@ def test_staggered_steps(
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("memory", ["1", pytest.param("2", marks=MATRIX)])
+@pytest.mark.parametrize("memory", ["1", "2"])
 def test_auto_reroutes_if_no_process_comes(memory: str, twins: Twins, tmp_path: Path) -> None:
     asked = ["--stages", "2", "--replicas", "2", "--lost-shard", "quickest", "--adaptive-memory", memory]
     report = passed(drill(*asked, *kills(spec(3, "forward")), twins=twins, at=tmp_path))

@@ -67,7 +67,7 @@ def test_all_go_back_and_end_with_every_bit(
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=MATRIX)])
+@pytest.mark.parametrize("mode", MODES)
 def test_two_are_lost_one_after_the_other(mode: str, twins: Twins, tmp_path: Path) -> None:
     """The second one in the save of what the first one had lost."""
     specs = [spec(0, "backward"), spec(1, "save")]

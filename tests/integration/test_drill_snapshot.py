@@ -69,7 +69,7 @@ def test_the_keeper_right_after_the_rank_that_it_keeps_for(twins: Twins, tmp_pat
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=MATRIX)])
+@pytest.mark.parametrize("rank", [0, 1])
 def test_another_one_while_they_go_back(rank: int, twins: Twins, tmp_path: Path) -> None:
     """Rank 1's copy is sent by rank 2, or by the one that has it from there."""
     keeper = 2 if rank == 0 else 1

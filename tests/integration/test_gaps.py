@@ -14,6 +14,8 @@ from swift_ft.log import admin
 from tests.integration import watched
 from tests.integration.forked import Forks
 
+pytestmark = pytest.mark.timeout(240)
+
 STEPS, PAUSE_S, BEHIND_FROM, BEHIND = 120, 0.05, 10, 4
 A_STEP = {"s0c0.F": 2, "s0c0.X": 2, "r0.C": 1}
 """Records of rank 0: what it sends, its inputs, and the norm of all gradients."""
@@ -66,7 +68,6 @@ def lose_records(run: Run) -> int:
     return int(copied["target_version"])
 
 
-@pytest.mark.timeout(240)
 def test_steps_that_died_with_a_rank_and_its_sidecar_are_declared_and_not_waited_for(
     tmp_path: Path, twin: list[watched.Digests]
 ) -> None:
@@ -87,7 +88,6 @@ def test_steps_that_died_with_a_rank_and_its_sidecar_are_declared_and_not_waited
     assert run.digests() == twin
 
 
-@pytest.mark.timeout(240)
 def test_behind_the_checkpoint_that_this_forces_a_loss_is_replayed(
     tmp_path: Path, twin: list[watched.Digests]
 ) -> None:

@@ -1,15 +1,12 @@
 """Groups that outlive their generation, and reductions that are broken in the middle. Real processes, real
 sockets."""
 
-import json
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.integration.forked import Forked, Forks, meeting, new_store
+from tests.integration.forked import Forks, Meeting
 
 BROKEN_REDUCTIONS = textwrap.dedent(
     """
@@ -72,45 +69,13 @@ BROKEN_REDUCTIONS = textwrap.dedent(
 )
 
 
-class World:
-    """Processes that meet in one store."""
-
-    def __init__(self, forks: Forks, place: Path) -> None:
-        self._store = new_store()
-        self._forks = forks
-        self._place = place
-        self._started: list[Forked] = []
-
-    def start(self, script: str, *arguments: object) -> Forked:
-        path = self._place / f"script{len(self._started)}.py"
-        path.write_text(script)
-        output = path.with_suffix(".out")
-        self._started.append(self._forks.run(path, arguments, meeting(self._store), output))
-        return self._started[-1]
-
-    def answer(self, process: Forked) -> dict[str, Any]:
-        """Its last line."""
-        assert process.wait(240) == 0
-        said = self._place / f"script{self._started.index(process)}.out"
-        return dict(json.loads(said.read_text().splitlines()[-1]))
-
-    def close(self) -> None:
-        for process in self._started:
-            process.kill()
-
-
-@pytest.fixture
-def world(forks: Forks, tmp_path: Path) -> Iterator[World]:
-    world = World(forks, tmp_path)
-    yield world
-    world.close()
-
-
 @pytest.mark.parametrize("ordered", [False, True])
-def test_a_broken_reduction_changes_no_gradient(ordered: bool, world: World) -> None:
+def test_a_broken_reduction_changes_no_gradient(ordered: bool, forks: Forks, tmp_path: Path) -> None:
     ranks = 3
-    processes = [world.start(BROKEN_REDUCTIONS, rank, ranks, ordered, 40) for rank in range(ranks)]
-    found = [world.answer(process) for process in processes]
+    (tmp_path / "member.py").write_text(BROKEN_REDUCTIONS)
+    with Meeting(forks, tmp_path) as met:
+        members = [met.start(tmp_path / "member.py", rank, ranks, ordered, 40) for rank in range(ranks)]
+        found = [met.answer(member) for member in members]
     assert sum(f["wrong"] for f in found) == 0, found
     assert sum(f["broken"] for f in found) > 0, found
     # The danger is real: some rank's buffer was left neither as it was nor as it should be.

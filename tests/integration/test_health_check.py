@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -11,10 +10,9 @@ import pytest
 
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.launch.decisions import CHECKS_MAX
-from tests.integration.launch_world import Launch, ScriptedCoordinator, assert_all_gone
+from tests.integration.launch_world import Launch, ScriptedCoordinator, Start, assert_all_gone
 from tests.patience import eventually
 
-Start = Callable[..., Launch]
 # Notes for whom it runs; what follows is in a file, which a test writes.
 CHECK = "--health-check=sh -c 'echo $LOCAL_RANK $SWIFT_HEALTH_CHECK >> checks; . ./on.$SWIFT_HEALTH_CHECK'"
 HURRIED = (
@@ -25,26 +23,19 @@ HURRIED = (
 
 
 @pytest.fixture
-def coordinator() -> Iterator[ScriptedCoordinator]:
-    scripted = ScriptedCoordinator()
-    scripted.publish(state=pb.RUNNING, generation=1)
-    yield scripted
-    scripted.close()
+def coordinator(coordinator: ScriptedCoordinator) -> ScriptedCoordinator:
+    coordinator.publish(state=pb.RUNNING, generation=1)
+    return coordinator
 
 
 @pytest.fixture
-def start(tmp_path: Path, coordinator: ScriptedCoordinator) -> Iterator[Start]:
-    launches = []
-
-    def start(*flags: str, at_start: str = "exit 0", later: str = "exit 0", **options: object) -> Launch:
+def start(start: Start, tmp_path: Path) -> Start:
+    def checked(*flags: str, at_start: str = "exit 0", later: str = "exit 0", **options: object) -> Launch:
         (tmp_path / "on.start").write_text(at_start)
         (tmp_path / "on.replacement").write_text(later)
-        launches.append(Launch(tmp_path, coordinator.address, CHECK, *flags, **options))  # type: ignore[arg-type]
-        return launches[-1]
+        return start(CHECK, *flags, **options)
 
-    yield start
-    for launch in launches:
-        launch.close()
+    return checked
 
 
 def checks(launch: Launch) -> list[str]:
@@ -77,8 +68,7 @@ def kill(launch: Launch, number: int) -> None:
 def finish(launch: Launch, coordinator: ScriptedCoordinator, ranks: int = 2) -> str:
     """Ends the job as one that is finished; standard error. Nothing of it is left."""
     coordinator.publish(state=pb.FINISHED, generation=3)
-    for number in range(ranks):
-        launch.go(number)
+    launch.go_all(ranks)
     code, stderr = launch.wait()
     assert code == 0, stderr
     assert_all_gone(marked(launch))

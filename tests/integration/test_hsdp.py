@@ -1,14 +1,16 @@
 """Sharded state survives: replicas of shards under FSDP2 (trainers/hsdp.py), killed, and compared with twins."""
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.device import simulated
+from tests.integration import trainer_world
 from tests.integration.forked import Forks
-from tests.integration.trainer_world import Run, check_same, run_trainer, undisturbed
+from tests.integration.trainer_world import Run, run_trainer, undisturbed
 
 STEPS = 8
 Twin = Callable[..., Run]
@@ -30,14 +32,11 @@ def run(
 @pytest.fixture(scope="module")
 def twin(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Twin:
     """The failure-free run of a shape; each is run once."""
-    known: dict[Any, Run] = {}
 
+    @cache
     def of(replicas: int, shards: int, precision: str, device: str = "cpu") -> Run:
         shape = (replicas, shards, precision, device)
-        if shape not in known:
-            place = tmp_path_factory.mktemp("twin")
-            known[shape] = undisturbed(forks, place, "hsdp.py", STEPS, *shape, ranks=4)
-        return known[shape]
+        return undisturbed(forks, tmp_path_factory.mktemp("twin"), "hsdp.py", STEPS, *shape, ranks=4)
 
     return of
 
@@ -51,18 +50,9 @@ def kill_together(*ranks: int, phase: str, step: int = 5) -> list[dict[str, Any]
 
 
 def survived(faulted: Run, twin: Run, victims: list[int]) -> list[list[dict[str, Any]]]:
-    """The ranks of every plan, of a run in which every bit is the twin's and survivors kept their processes."""
-    trace = faulted["events"]
-    assert sorted(e["rank"] for e in trace if e["event"] == "fault") == sorted(victims)
-    for rank in range(4):
-        pids = {e["pid"] for e in trace if e["who"] == f"rank{rank}" and e["event"] in ("ready", "finished")}
-        assert len(pids) == 1 + victims.count(rank), f"rank {rank}"
     recovered = [name for name in faulted["digests"] if "-g" in name]
     assert {name.split("-")[0] for name in recovered} == {f"rank{rank}" for rank in range(4)}
-    check_same(faulted, twin)
-    ends = {f"rank{rank}-v{STEPS}.json" for rank in range(4)}
-    assert ends <= set(faulted["digests"])
-    return [e["ranks"] for e in trace if e["event"] == "plan"]
+    return trainer_world.survived(faulted, twin, 4, STEPS, victims)
 
 
 def copied(plan: list[dict[str, Any]]) -> dict[int, list[int]]:

@@ -75,8 +75,7 @@ def test_a_dead_rank_is_replaced_by_the_warm_spare_and_the_others_stay(
     assert len(launch.ranks(0)) == 1
     coordinator.publish(state=pb.FINISHED, generation=3)
     below = launch.processes()
-    launch.go(0)
-    launch.go(1)
+    launch.go_all()
     code, stderr = launch.wait()
     assert code == 0
     assert stderr.count("\n") == 3  # one line for each replacement, and for the recovery that ended
@@ -137,8 +136,7 @@ def test_a_machine_that_can_start_no_process_keeps_its_ranks_and_tries_again(
     assert ranks[1].alive
     (launch.directory / "full").unlink()
     launch.rank(0, 2)
-    for number in range(2):
-        launch.go(number)
+    launch.go_all()
     assert launch.rest()[0] == 0
     assert len(launch.ranks(1)) == 1
 
@@ -214,18 +212,6 @@ def test_under_nohup_a_terminal_that_goes_away_ends_nothing(start: Start) -> Non
     launch.process.send_signal(signal.SIGHUP)
     launch.go(0)
     assert launch.wait() == (0, "")
-
-
-def test_nothing_outlives_a_killed_launcher(start: Start) -> None:
-    launch = start("--nproc-per-node=2", "--spares=2")
-    launch.rank(0)
-    launch.rank(1)
-    launch.warm_spares(2)
-    below = launch.processes()
-    assert len(below) == 5  # the fork server too
-    launch.process.kill()
-    launch.wait()
-    assert_all_gone(below)
 
 
 WITHOUT_THREADS = """
@@ -372,8 +358,7 @@ def test_all_that_leave_at_once_fail_the_job(
     eventually(lambda: any(seen["generation"] == 2 for seen in launch.events("view_seen")), "that View")
     if away:
         coordinator.close()
-    for number in range(2):
-        launch.go(number)
+    launch.go_all()
     if away:
         eventually(lambda: len(launch.events("child_exit")) == 2, "the exits")
         time.sleep(LEFT_S + 1.0)
@@ -404,8 +389,7 @@ def test_two_machines_keep_their_ranks_when_one_rank_dies(start: Start, tmp_path
     assert psutil.Process(second.pid).ppid() == launcher_pid
     assert first[0].alive
     assert second.env["GROUP_RANK"] == first[1].env["GROUP_RANK"]
-    launches[0].go(0)
-    launches[0].go(1)
+    launches[0].go_all()
     assert [launch.wait()[0] for launch in launches] == [0, 0]
     assert len(launches[0].ranks(0)) == 1
 
@@ -458,8 +442,7 @@ def test_a_machine_is_lost_and_another_takes_its_place(
     assert ranks[1 - lost].alive
     assert replacement.env["WORLD_SIZE"] == "2"
     assert replacement.env["GROUP_RANK"] == ranks[lost].env["GROUP_RANK"]
-    for number in (0, 1):
-        other.go(number)
+    other.go_all()
     ends = [launch.wait() for launch in (launches[1 - lost], other)]
     assert [code for code, _ in ends] == [0, 0], ends
     assert ranks[1 - lost].pid == other.ranks(1 - lost)[-1].pid  # never started anew
@@ -481,8 +464,7 @@ def test_a_machine_that_another_one_has_replaced_ends(start: Start, coordinator:
     assert not ranks[0].alive
     assert ranks[1].alive
     assert not coordinator.failures
-    for number in (0, 1):
-        heir.go(number)
+    heir.go_all()
     assert [launch.wait()[0] for launch in (second, heir)] == [0, 0]
 
 

@@ -240,8 +240,7 @@ def test_a_job_goes_on_without_its_server_and_gets_another(
     second = launch.rank(1, process=2)
     assert [event["forked"] for event in launch.events("worker_spawned")] == [True] * 3
     assert psutil.Process(second.pid).ppid() == launch.process.pid
-    for number in (0, 1):
-        launch.go(number)
+    launch.go_all()
     code, stderr = launch.wait()
     assert code == 0
     assert f"replaced by process {second.pid} (a fork)" in stderr
@@ -252,8 +251,7 @@ def test_a_job_goes_on_without_its_server_and_gets_another(
 def test_modules_with_threads_are_told_of_once(start: Start, tmp_path: Path, method: str) -> None:
     (tmp_path / "starts_a_thread.py").write_text(MODULES["starts_a_thread"])
     launch = start("--nproc-per-node=2", "--preload=starts_a_thread", f"--start-method={method}")
-    for number in (0, 1):
-        launch.go(number)
+    launch.go_all()
     code, stderr = launch.wait(60)
     assert code == 0
     assert stderr.count("starts_a_thread starts a thread: ranks are not forked") == (method == "fork")

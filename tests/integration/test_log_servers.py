@@ -9,7 +9,7 @@ import pytest
 
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.log import admin
-from swift_ft.log.reader import LogReader, never
+from swift_ft.log.reader import never
 from swift_ft.log.record import RecordKey
 from swift_ft.tools import status
 from tests.integration.coordinator_world import Coordinator, FakeMember, finish, recovered
@@ -17,6 +17,7 @@ from tests.integration.coordinator_world import Job as Members
 from tests.integration.logserver_world import JOB, TIMEOUT_S, LogServer
 from tests.integration.scraping import scrape
 from tests.log_client import Writer
+from tests.unit.log.clients import rank_writing, reading
 
 STREAM = "s0.F"
 
@@ -45,11 +46,8 @@ def put(writer: Writer, steps: range) -> None:
 
 
 def steps_of(server: LogServer) -> list[int]:
-    reader = LogReader([server.address], JOB)
-    try:
+    with reading(server.address) as reader:
         return sorted(key.step for key in reader.digests(STREAM, 0, cancelled=never))
-    finally:
-        reader.close()
 
 
 def told(coordinator: Coordinator, *words: str) -> int:
@@ -62,8 +60,7 @@ def test_a_log_server_that_comes_back_empty_is_used_anew(servers: list[LogServer
     members.coordinator("--log-servers", f"m0={one.address},m1={two.address}", "--copies", "2")
     ranks = members.form(JOB)
     both = kept_by(members.wait(ranks[0], recovered(1)), 0)
-    writer = Writer(both, JOB, 1)
-    try:
+    with rank_writing(*both) as writer:
         put(writer, range(5))
         writer.flush(TIMEOUT_S)
         one.kill()
@@ -79,8 +76,6 @@ def test_a_log_server_that_comes_back_empty_is_used_anew(servers: list[LogServer
         assert steps_of(two) == list(range(8))
         assert steps_of(one) == list(range(4, 8))
         finish(members, ranks)
-    finally:
-        writer.close(0.0)
 
 
 def test_a_log_server_is_replaced_by_another_and_comes_back(
@@ -96,8 +91,7 @@ def test_a_log_server_is_replaced_by_another_and_comes_back(
     coordinator = members.coordinator("--log-servers", named, "--copies", "2")
     ranks = members.form(JOB)
     view = members.wait(ranks[0], recovered(1))
-    writer = Writer(kept_by(view, 0), JOB, 1)
-    try:
+    with rank_writing(*kept_by(view, 0)) as writer:
         assert sorted(kept_by(view, 0)) == sorted([one.address, two.address])
         put(writer, range(5))
         writer.flush(TIMEOUT_S)
@@ -142,8 +136,6 @@ def test_a_log_server_is_replaced_by_another_and_comes_back(
         assert steps_of(one) == list(range(12, 15))
         assert set(range(7, 15)) <= set(steps_of(new))
         finish(members, ranks)
-    finally:
-        writer.close(0.0)
 
 
 def test_a_loss_shows_until_another_server_has_come_in_its_place(

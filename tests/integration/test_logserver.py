@@ -1,95 +1,55 @@
 """The log server as a process: killed, stopped, started wrongly, out of space."""
 
-import random
 import socket
 import subprocess
 from pathlib import Path
 
-import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from swift_ft import events
 from swift_ft.log import admin
-from swift_ft.log.protocol import SERVICE
-from swift_ft.log.reader import LogReader
 from swift_ft.log.record import RecordKey
 from swift_ft.log.segment import Ending, scan
+from tests.faults.world import STREAM, Server, put
 from tests.health_probe import check_service
 from tests.integration.logserver_world import JOB, TIMEOUT_S, LogServer, run
 from tests.log_client import LogWriter
 from tests.patience import eventually
 
-
-def key(step: int) -> RecordKey:
-    return RecordKey(step, 0, 0)
-
-
-def body_of(step: int, size: int = 20_000) -> bytes:
-    return random.Random(step).randbytes(size)
-
-
-def put(writer: LogWriter, step: int, stream: str = "s0.F", size: int = 20_000) -> None:
-    writer.append(stream, key(step), "uint8", (size,), body_of(step, size))
-
-
-def check_stream(server: LogServer, begin: int, end: int, stream: str = "s0.F", size: int = 20_000) -> None:
-    """Every record once, bit for bit, sequences without a gap."""
-    (found,) = [found for found in admin.inventory(server.address, JOB, TIMEOUT_S) if found.stream == stream]
-    assert (found.records, found.next_sequence, found.durable_sequence) == (end - begin, end, end)
-    assert not found.corrupt
-    reader = LogReader([server.address], JOB)
-    cursor = reader.follow(stream, begin)
-    for step in range(begin, end):
-        record = cursor.get(key(step), TIMEOUT_S, lambda: False)
-        assert record.body == body_of(step, size)
-        assert record.sequence == step
-    cursor.close()
-    reader.close()
-
-
-def healthy(address: str) -> bool:
-    with grpc.insecure_channel(address) as channel:
-        reply = health_pb2_grpc.HealthStub(channel).Check(
-            health_pb2.HealthCheckRequest(service=SERVICE), timeout=TIMEOUT_S, wait_for_ready=True
-        )
-        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
-
-
 # -- lives ------------------------------------------------------------------------------------------
 
 
 def test_append_stop_start_read(tmp_path: Path) -> None:
-    with LogServer(tmp_path / "log", "--segment-bytes", "300000") as server:
-        assert healthy(server.address)
+    with Server(tmp_path / "log", "--segment-bytes", "300000") as server:
+        assert server.serving()
         server.fence(1)
-        writer = LogWriter([server.address], JOB, 1)
+        writer = server.writer()
         for step in range(40):
             put(writer, step)
             if step % 10 == 9:  # a segment is sealed between commits, never within one
                 writer.flush(TIMEOUT_S)
         writer.close()
-        check_stream(server, 0, 40)
+        server.check(0, 40)
         assert server.stop() == 0
-        assert len(server.segments("s0.F")) > 1
-        for path in server.segments("s0.F"):
+        assert len(server.segments(STREAM)) > 1
+        for path in server.segments(STREAM):
             assert scan(path).ending is Ending.SEALED
         server.start()
-        check_stream(server, 0, 40)
-        writer = LogWriter([server.address], JOB, 1)
+        server.check(0, 40)
+        writer = server.writer()
         for step in range(40, 45):
             put(writer, step)
         writer.close()
-        check_stream(server, 0, 45)
+        server.check(0, 45)
         # A trim gives the space back.
         assert admin.trim(server.address, JOB, 45, TIMEOUT_S) == 45
-        eventually(lambda: not server.segments("s0.F"))
+        eventually(lambda: not server.segments(STREAM))
         server.kill()
         server.start()
-        writer = LogWriter([server.address], JOB, 1)
+        writer = server.writer()
         put(writer, 45)
         writer.close()
-        (found,) = admin.inventory(server.address, JOB, TIMEOUT_S)
+        found = server.inventory()
         assert (found.records, found.next_sequence, found.trimmed_below_step) == (1, 46, 45)
 
 
@@ -121,14 +81,6 @@ def test_port_in_use(tmp_path: Path) -> None:
             ["--listen", "0.0.0.0:0"],
             "is not loopback: give --tls-cert and --tls-key and --token-keys, or --insecure",
         ),
-        (["--listen", "nonsense"], "is not HOST:PORT"),
-        (["--listen", "127.0.0.1:99999"], "is not HOST:PORT"),
-        (["--segment-bytes", "10"], "--segment-bytes must be between 4096 and"),
-        (["--fsync-interval", "0"], "must be positive"),
-        (["--quota-bytes", "-1"], "--quota-bytes -1 has no room for anything"),
-        (["--quota-bytes", "10"], "--quota-bytes 10 has no room for anything: give at least 65536"),
-        (["--high-water", "0.5"], "--low-water 0.6 must be below --high-water 0.5"),
-        (["--keep-days", "-1"], "--keep-days -1 would drop jobs that live"),
         (["--address-file", "/nowhere/at/all"], "there is no directory"),
     ],
 )

@@ -13,6 +13,8 @@ import pytest
 from tests.integration.shrinking_world import LOST, RANKS, last_bits, named, reference, run
 from tests.integration.trainer_world import Run
 
+pytestmark = pytest.mark.timeout(240)
+
 STEP = 6
 
 
@@ -60,7 +62,6 @@ def compared(outcome: Run, directory: Path, *left: int) -> None:
         assert last_bits(outcome, rank, wanted)
 
 
-@pytest.mark.timeout(240)
 def test_who_computes_when_the_notice_comes_joins_the_others_in_the_step(tmp_path: Path) -> None:
     """Rank 0 has not begun to compute when rank 1 dies. What it would log is not taken by then."""
     outcome = lossy(tmp_path, fault("reduce", 2), habit="late")
@@ -71,7 +72,6 @@ def test_who_computes_when_the_notice_comes_joins_the_others_in_the_step(tmp_pat
     assert set(contributors(outcome)) == {(0, 2)}, "nothing could be averaged before it had computed"
 
 
-@pytest.mark.timeout(240)
 def test_whoever_has_not_heard_of_an_average_is_given_it(tmp_path: Path) -> None:
     """All had the first one when rank 1 died, but rank 2."""
     outcome = lossy(tmp_path, habit="deaf")

@@ -15,7 +15,7 @@ from tests.integration.logserver_world import REPOSITORY, LogServer
 from tests.integration.namespaces import Network, skip_where_impossible
 from tests.integration.test_partitions import PORT, Machines, World
 
-pytestmark = pytest.mark.matrix
+pytestmark = [pytest.mark.matrix, pytest.mark.timeout(500)]
 
 TIMEOUT_S = 200.0
 MACHINES = ("meta", "log", "a", "b", "c")
@@ -65,7 +65,6 @@ def twins(
         yield run, wanted
 
 
-@pytest.mark.timeout(500)
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("backend", ["static", "c10d", ""])
 def test_a_lost_machine_is_replaced_and_the_run_ends_with_the_same_bits(
@@ -125,7 +124,6 @@ class Logs:
         assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.timeout(500)
 @pytest.mark.parametrize(("stages", "copies", "lost"), [(2, 1, 0), (2, 2, 1), (4, 1, 0), (4, 1, 1)])
 def test_a_machine_is_lost_with_its_log_server_and_its_stages_are_replayed(
     stages: int, copies: int, lost: int, world: World, tmp_path: Path
@@ -146,7 +144,6 @@ def test_a_machine_is_lost_with_its_log_server_and_its_stages_are_replayed(
         assert {event["rank"] for event in run.said("restore_end")} == mine
 
 
-@pytest.mark.timeout(500)
 def test_a_machine_is_lost_with_the_only_log_server_and_all_go_on_from_the_checkpoint(
     world: World, tmp_path: Path
 ) -> None:
@@ -168,7 +165,6 @@ def test_a_machine_is_lost_with_the_only_log_server_and_all_go_on_from_the_check
         assert all("restored version 10; exact" in line for line in words), words
 
 
-@pytest.mark.timeout(500)
 def test_a_machine_that_loses_its_network_is_fenced_and_comes_back(world: World, tmp_path: Path) -> None:
     world.log_server()
     world.coordinator(lease_s=2.0)

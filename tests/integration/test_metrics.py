@@ -20,6 +20,7 @@ from tests.integration.logserver_world import JOB, REPOSITORY, LogServer
 from tests.integration.scraping import Scrape, answer, scrape
 from tests.log_client import LogWriter
 from tests.patience import eventually
+from tests.unit.log.clients import following, reading
 
 TIMEOUT_S = 30.0
 TRAINING_TIMEOUT_S = 150.0
@@ -136,16 +137,8 @@ def test_the_log_server_counts_what_it_does_and_the_table_lists_it(tmp_path: Pat
 
 
 def test_quotas_marks_alarms_and_what_is_given_up_show(tmp_path: Path) -> None:
-    flags = [
-        "--quota-bytes",
-        "1000000",
-        "--job-quota-bytes",
-        "300000",
-        "--high-water",
-        "0.8",
-        "--low-water",
-        "0.5",
-    ]
+    flags = ["--quota-bytes", "1000000", "--job-quota-bytes", "300000"]
+    flags += ["--high-water", "0.8", "--low-water", "0.5"]
     job = {"job": JOB}
     with Metered(tmp_path / "log", *flags) as server:
         server.fence(1)
@@ -240,12 +233,9 @@ def test_quarantines_and_damage_show(tmp_path: Path) -> None:
         path.write_bytes(data)
         server.metrics_file.unlink()
         server.start()
-        reader = LogReader([server.address], JOB)
-        cursor = reader.follow("s0.F", 0)
-        with pytest.raises(RecordCorrupt):
-            cursor.get(RecordKey(0, 0, 0), TIMEOUT_S, lambda: False)
-        cursor.close()
-        reader.close()
+        with reading(server.address) as reader, following(reader, "s0.F", 0) as cursor:
+            with pytest.raises(RecordCorrupt):
+                cursor.get(RecordKey(0, 0, 0), TIMEOUT_S, lambda: False)
         assert server.scrape().value("swift_log_damage_found_total", job=JOB) >= 1
 
 

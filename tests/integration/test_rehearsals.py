@@ -10,6 +10,8 @@ from tests.integration.drill_world import drill
 from tests.integration.forked import Forks
 from tests.integration.trainer_world import Run, named, run_trainer, undisturbed
 
+pytestmark = pytest.mark.timeout(400)
+
 MATRIX = pytest.mark.matrix
 TRAINER, RANKS = "rehearsed.py", 2
 IN_MODULE = ("output 0 of module hidden for equal inputs, in its forward",)
@@ -84,7 +86,6 @@ def check_found(run: Run, directory: Path, kind: str) -> None:
     assert any(line.startswith("not exact since version ") for line in status(directory))
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("layout", "kind"),
     [
@@ -102,7 +103,6 @@ def test_what_is_hidden_is_named_before_anything_fails(layout: str, kind: str, t
     check_found(run, tmp_path, kind)
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("layout", ["pipeline", pytest.param("replicas", marks=MATRIX)])
 def test_where_nothing_is_hidden_all_is_equal_and_the_bits_are_those_without(
     layout: str, forks: Forks, tmp_path: Path
@@ -120,7 +120,6 @@ def test_where_nothing_is_hidden_all_is_equal_and_the_bits_are_those_without(
     assert "not rehearsed" in status(tmp_path / "twin")
 
 
-@pytest.mark.timeout(400)
 @MATRIX
 def test_a_bit_that_flips_in_the_middle_of_a_run_is_named(tmp_path: Path) -> None:
     """Behind its start one rank after the other is rehearsed: from version 15 on it is rank 1's turn."""
@@ -135,7 +134,6 @@ def test_a_bit_that_flips_in_the_middle_of_a_run_is_named(tmp_path: Path) -> Non
     assert "of step 17 differs" in inexact["reason"]
 
 
-@pytest.mark.timeout(400)
 def test_who_requires_an_exact_job_has_it_ended_at_the_rehearsal(tmp_path: Path) -> None:
     run = rehearsed(
         tmp_path,
@@ -155,7 +153,6 @@ def test_who_requires_an_exact_job_has_it_ended_at_the_rehearsal(tmp_path: Path)
     assert f": {IN_MODULE[0]}" in said[0]
 
 
-@pytest.mark.timeout(400)
 def test_a_recovery_ends_a_rehearsal_and_has_the_bits_of_a_run_that_never_failed(
     forks: Forks, tmp_path: Path
 ) -> None:
@@ -175,7 +172,6 @@ def test_a_recovery_ends_a_rehearsal_and_has_the_bits_of_a_run_that_never_failed
 
 
 @pytest.mark.matrix
-@pytest.mark.timeout(400)
 def test_a_drill_reports_its_rehearsals(tmp_path: Path) -> None:
     """Of stages that take their time: the run is longer than a rehearsal."""
     shape = ["--model", "paced", "--steps", "60", "--checkpoint-every", "20", "--kill", "rank=1,step=50"]

@@ -9,11 +9,12 @@ import pytest
 from tests.integration.test_shrink_pipelines import TRAINER, check_bits
 from tests.integration.trainer_world import run_trainer
 
+pytestmark = pytest.mark.timeout(240)
+
 STEPS = 12
 MATRIX = pytest.mark.matrix
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("habit", "rank"),
     [
@@ -34,14 +35,12 @@ def test_a_stage_is_replayed(habit: str, rank: int, tmp_path: Path) -> None:
 
 
 @MATRIX
-@pytest.mark.timeout(240)
 def test_wait_free_updates_divide_by_the_microbatches_of_the_schedule_that_runs(tmp_path: Path) -> None:
     words = ("session", STEPS, 2, 2, "applies")
     outcome = run_trainer(tmp_path / "job", TRAINER, *words, ranks=4, faults=[])
     check_bits(outcome, (2, 2), set(), "applies")
 
 
-@pytest.mark.timeout(240)
 def test_a_stage_without_gradients_has_the_scale_of_the_others(tmp_path: Path) -> None:
     fault = {"rank": 1, "step": 9, "phase": "backward", "microbatch": 2}
     words = ("session", STEPS, 3, 1, "freezes")

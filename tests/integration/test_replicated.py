@@ -7,10 +7,11 @@ import pytest
 from tests.integration.forked import Forks
 from tests.integration.trainer_world import check_same, run_trainer, undisturbed
 
+pytestmark = pytest.mark.timeout(240)
+
 STEPS = 8
 
 
-@pytest.mark.timeout(240)
 def test_who_is_whole_and_who_takes_its_step_back_give_the_state_together(
     forks: Forks, tmp_path: Path
 ) -> None:
@@ -29,7 +30,6 @@ def test_who_is_whole_and_who_takes_its_step_back_give_the_state_together(
     check_same(faulted, twin)
 
 
-@pytest.mark.timeout(240)
 def test_what_is_each_replicas_own_is_not_copied_to_another(tmp_path: Path) -> None:
     """Its last loss, say, which it notes in an attribute: of no consequence, and no reason to refuse the job."""
     fault = {"rank": 1, "step": 4, "phase": "reduce"}

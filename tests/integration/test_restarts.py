@@ -120,8 +120,7 @@ def test_all_processes_are_new_and_meet_in_a_new_store(start: Start, tmp_path: P
     assert ports[0] != ports[1]
     assert not any(rank.alive for rank in first)
     everything = launch.processes()
-    launch.go(0)
-    launch.go(1)
+    launch.go_all()
     assert launch.wait()[0] == 0
     assert_all_gone(everything)
 
@@ -159,8 +158,7 @@ def test_before_anybody_has_met_a_killed_rank_is_replaced_alone(start: Start) ->
     os.kill(ranks[1].pid, signal.SIGKILL)
     assert launch.rank(1, 2).env["TORCHELASTIC_RESTART_COUNT"] == "0"
     assert ranks[0].alive
-    launch.go(0)
-    launch.go(1)
+    launch.go_all()
     assert launch.wait()[0] == 0
 
 
@@ -191,8 +189,7 @@ def test_several_machines_restart_together(start: Start, meeting: str, tmp_path:
         if count < 3:
             os.kill(ranks[1].pid, signal.SIGKILL)
     assert len(ports) == 3
-    for number in (0, 1):
-        launches[0].go(number)
+    launches[0].go_all()
     ends = [launch.wait() for launch in launches]
     assert [code for code, _ in ends] == [0, 0], ends
     for _, said in ends:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.device import simulated
 from tests.integration.drill_world import LEASE_S, Twins, assert_no_lease_ended, drill, kills, passed
-from tests.integration.trainer_world import Run, run_trainer
+from tests.integration.trainer_world import Run, check_same, named, run_trainer
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -51,9 +51,8 @@ def test_a_helper_is_killed(twins: Twins, tmp_path: Path) -> None:
     report = passed(outcome)
     assert report["exact"] is True
     assert len(report["recoveries"]) == 1
-    assert (
-        len(report["recoveries"][0]["generations"]) >= 2
-    )  # one more where a suspicion came long before its death
+    # One more where a suspicion came long before its death.
+    assert len(report["recoveries"][0]["generations"]) >= 2
     interrupted(report, helper=1, owner=2)
 
 
@@ -76,7 +75,7 @@ def helping(directory: Path, mode: str, rank: int = 2, spares: int = 1) -> Run:
 
 def once(run: Run, rank: int) -> list[int]:
     """The steps that a rank has replayed, each of them once."""
-    steps = [e["step"] for e in said(run, "step_end") if e["replay"] and e["rank"] == rank]
+    steps = [e["step"] for e in named(run, "step_end") if e["replay"] and e["rank"] == rank]
     assert len(set(steps)) == len(steps)
     return sorted(steps)
 
@@ -85,13 +84,13 @@ def test_a_helper_dies_before_it_has_the_stage(twin: Run, tmp_path: Path) -> Non
     """Its owner waits for it to say whether it helps: that wait ends with the helper."""
     run = helping(tmp_path, "dying", rank=3, spares=2)
     assert once(run, 3) == [4, 5, 6]
-    first, last = said(run, "plan")
+    first, last = named(run, "plan")
     assert 1 in next(help["helpers"] for help in first["help"] if help["owner"] == 3)
     # The first line was never made. In the second plan two stages are lost: whichever of them has taken longer in what
     # was measured is helped first, and that may be the helper's own.
     owners = [help["owner"] for help in last["help"]]
     assert owners
-    begun = {(event["rank"], event["generation"]) for event in said(run, "help_begin")}
+    begun = {(event["rank"], event["generation"]) for event in named(run, "help_begin")}
     assert begun == {(owner, last["generation"]) for owner in owners}
     same(run, twin)
 
@@ -100,26 +99,20 @@ def test_a_helper_dies_before_it_has_the_stage(twin: Run, tmp_path: Path) -> Non
 def test_a_helper_hangs(twin: Run, tmp_path: Path) -> None:
     """Its lease ends that, as everywhere else; what its owner had replayed by then is kept."""
     run = helping(tmp_path, "hanging", spares=2)
-    (expired,) = said(run, "lease_expired")
+    (expired,) = named(run, "lease_expired")
     assert expired["rank"] == 1
     assert once(run, 2) == [4, 5, 6]
-    hung = max(e["t"] for e in said(run, "help_begin") if e["t"] < expired["t"])
+    hung = max(e["t"] for e in named(run, "help_begin") if e["t"] < expired["t"])
     assert expired["t"] - hung < 2 * LEASE_S
     same(run, twin)
 
 
-def said(run: Run, name: str) -> list[dict[str, Any]]:
-    return [event for event in run["events"] if event["event"] == name]
-
-
 def same(run: Run, twin: Run) -> None:
     """Bit for bit, at the end and at the recovery."""
-    for name, digests in twin["digests"].items():
-        assert run["digests"][name] == digests, name
-    recovered = [name for name in run["digests"] if "-g" in name]
-    assert {name.split("-")[0] for name in recovered} == {f"rank{rank}" for rank in range(4)}
-    for name in recovered:
-        assert run["digests"][name] == twin["digests"][name.split("-g")[0] + ".json"]
+    check_same(run, twin)
+    assert twin["digests"].keys() <= run["digests"].keys()
+    recovered = {name.split("-")[0] for name in run["digests"] if "-g" in name}
+    assert recovered == {f"rank{rank}" for rank in range(4)}
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.matrix), 3])
@@ -138,29 +131,29 @@ def test_what_trainers_do_on_a_device(tmp_path: Path) -> None:
 
 
 def helped_exactly(run: Run, twin: Run) -> None:
-    (begun,) = said(run, "help_begin")
+    (begun,) = named(run, "help_begin")
     assert begun["shares"] == [2, 2, 1]  # a fourth rank would not make the largest share smaller
     assert begun["declined"] == {}
-    (replay,) = said(run, "replay_end")
+    (replay,) = named(run, "replay_end")
     assert replay["shared_steps"] == replay["steps"] == 3
     # A microbatch: one tensor sent, two from outside (at the end: one, and targets). A step: a norm.
     assert replay["verified"] + replay["filled"] == 3 * (5 * 3 + 1)
-    helped = said(run, "helped")
+    helped = named(run, "helped")
     assert sorted(event["microbatches"] for event in helped) == [6, 6]
-    assert not said(run, "refused")
+    assert not named(run, "refused")
     same(run, twin)
 
 
 def test_a_helper_that_computes_something_else_is_found_out(twin: Run, tmp_path: Path) -> None:
     """The stage is replayed again, without help."""
     run = helping(tmp_path, "wrong")
-    (refused, *_) = said(run, "refused")
+    (refused, *_) = named(run, "refused")
     assert "the tensor that a helper computed" in refused["reason"]
-    first, last = said(run, "plan")
+    first, last = named(run, "plan")
     assert first["help"]
     assert "help" not in last
     assert [entry["strategy"] for entry in last["ranks"]].count("REPLAY") == 1
-    (replay,) = said(run, "replay_end")
+    (replay,) = named(run, "replay_end")
     assert replay["shared_steps"] == 0
     same(run, twin)
 
@@ -168,12 +161,12 @@ def test_a_helper_that_computes_something_else_is_found_out(twin: Run, tmp_path:
 @pytest.mark.matrix
 def test_whoever_cannot_help_does_not(twin: Run, tmp_path: Path) -> None:
     run = helping(tmp_path, "unable")
-    (begun,) = said(run, "help_begin")
+    (begun,) = named(run, "help_begin")
     assert begun["helpers"] == []
     assert "shares memory" in begun["declined"]["0"]
     assert "no room" in begun["declined"]["1"]
     assert "another module than the owner's" in begun["declined"]["3"]
-    (replay,) = said(run, "replay_end")
+    (replay,) = named(run, "replay_end")
     assert replay["shared_steps"] == 0
     assert replay["steps"] == 3
     same(run, twin)

@@ -1,20 +1,16 @@
 """Ranks with several stages, and shared replays of them: real processes, real kills, every bit compared."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.integration.drill_world import Twins, drill, kills, passed
+from tests.integration.test_shared_replay import shared
 
 pytestmark = pytest.mark.timeout(300)
 
 # Microbatches that three ranks do not divide, as many as the schedule takes or needs.
 SCHEDULES = [("interleaved1f1b", 7), ("interleavedzerobubble", 7), ("zbv", 7), ("dualpipev", 8)]
-
-
-def shared(report: dict[str, Any]) -> list[dict[str, Any]]:
-    return [one for recovery in report["recoveries"] for one in recovery["shared_replays"]]
 
 
 def arguments(schedule: str, microbatches: int, helpers: int) -> list[str]:

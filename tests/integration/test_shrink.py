@@ -22,8 +22,9 @@ from tests.integration.shrinking_world import (
 )
 from tests.integration.trainer_world import run_trainer
 
+pytestmark = pytest.mark.timeout(240)
 
-@pytest.mark.timeout(240)
+
 def test_the_others_compute_its_batches_and_the_bits_are_those_of_a_run_that_never_failed(
     tmp_path: Path,
 ) -> None:
@@ -39,7 +40,6 @@ def test_the_others_compute_its_batches_and_the_bits_are_those_of_a_run_that_nev
     assert named(outcome, "state")[-1]["state"] == "FINISHED"
 
 
-@pytest.mark.timeout(240)
 def test_its_batches_come_from_its_own_iterators_of_torchs_loaders(tmp_path: Path) -> None:
     """Across the end of an epoch. What another rank makes in its place has its order and its numbers."""
     never = run(tmp_path / "never", "redistribute", [], habit="plain")
@@ -52,7 +52,6 @@ def test_its_batches_come_from_its_own_iterators_of_torchs_loaders(tmp_path: Pat
 
 
 @pytest.mark.matrix
-@pytest.mark.timeout(240)
 def test_what_is_done_again_in_the_full_world_is_not_compared_with_what_was_logged_without_it(
     tmp_path: Path,
 ) -> None:
@@ -65,7 +64,6 @@ def test_what_is_done_again_in_the_full_world_is_not_compared_with_what_was_logg
     assert len({outcome["digests"][f"rank{rank}-v{STEPS}.json"]["parameters"] for rank in range(RANKS)}) == 1
 
 
-@pytest.mark.timeout(240)
 def test_without_its_batches_the_mean_is_over_those_that_are_left(tmp_path: Path) -> None:
     outcome = run(tmp_path, "drop", [{"rank": LOST, "step": 6, "phase": "reduce"}])
 
@@ -82,7 +80,6 @@ def test_without_its_batches_the_mean_is_over_those_that_are_left(tmp_path: Path
         assert last_bits(outcome, rank, wanted)
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("habit", "words"),
     [
@@ -111,7 +108,6 @@ def test_what_nobody_could_do_for_another_rank_is_refused_at_the_start(
     assert not named(refused, "step_end")
 
 
-@pytest.mark.timeout(240)
 def test_a_job_that_was_left_smaller_can_be_started_again_in_full(tmp_path: Path) -> None:
     """It has finished without rank 1, and goes on with it: that one loads the part of a replica."""
     fault = {"id": "f0", "rank": LOST, "step": 5, "phase": "reduce"}
@@ -129,7 +125,6 @@ def test_a_job_that_was_left_smaller_can_be_started_again_in_full(tmp_path: Path
 
 
 @pytest.mark.matrix
-@pytest.mark.timeout(240)
 def test_where_all_are_lost_the_launcher_says_how_to_go_on(tmp_path: Path) -> None:
     faults = [
         {"id": f"f{rank}", "rank": rank, "step": 5 + n, "phase": "reduce"} for n, rank in enumerate((1, 2, 0))

@@ -15,6 +15,8 @@ from tests.integration.forked import shared
 from tests.integration.test_shrink import named, pids, shrinking
 from tests.integration.trainer_world import TRAINERS, Run, run_trainer
 
+pytestmark = pytest.mark.timeout(300)
+
 STEPS = 12
 MATRIX = pytest.mark.matrix
 TRAINER = "shrinking_pipeline.py"
@@ -107,7 +109,6 @@ def lose_and_return(shape: tuple[int, int], lost: int, phase: str, directory: Pa
     return outcome
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("shape", "lost", "phase", "habit"),
     [
@@ -136,7 +137,6 @@ def test_another_rank_of_its_stage_sits_in_its_place(
 
 
 @pytest.mark.matrix
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("shape", "faults"),
     [
@@ -159,7 +159,6 @@ def test_two_losses(shape: tuple[int, int], faults: list[dict[str, Any]], tmp_pa
     lose_several(shape, faults, tmp_path, "shrink", "sums")
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("shape", "lost", "phase"),
     [
@@ -175,7 +174,6 @@ def test_one_that_comes_back_makes_the_world_full_again(
 
 
 @pytest.mark.matrix
-@pytest.mark.timeout(300)
 def test_without_a_whole_pipeline_the_lost_rank_moves_beside_another(tmp_path: Path) -> None:
     """Rank 2 stays away; without rank 1 neither pipeline is whole, so that one goes on in another process. With its
     pipeline alone it has nobody to try out with whether it computes what others do, so the job says so."""
@@ -190,7 +188,6 @@ def test_without_a_whole_pipeline_the_lost_rank_moves_beside_another(tmp_path: P
 
 
 @pytest.mark.matrix
-@pytest.mark.timeout(300)
 def test_a_schedule_behind_the_update_is_refused(tmp_path: Path) -> None:
     refused = run(tmp_path, (2, 2), [], "evaluates", code_wanted=2)
     assert "a schedule that is called behind the update" in refused["output"]

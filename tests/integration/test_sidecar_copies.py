@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from swift_ft.log import admin
-from swift_ft.log.reader import LogReader, never
+from swift_ft.log.reader import never
 from swift_ft.log.record import RecordKey, digest_of
 from tests.integration.logserver_world import JOB, TIMEOUT_S, LogServer
 from tests.integration.test_sidecar import (
@@ -26,29 +26,17 @@ from tests.integration.test_sidecar import (
 )
 from tests.log_client import Writer
 from tests.patience import eventually
+from tests.unit.log.clients import rank_writing, reading
 
 __all__ = ["dying", "way"]
 POINTS = [
-    *(
-        "after-take:7",
-        "after-take:62",
-        "before-message:2",
-        "after-message:1",
-        "assigned:1",
-        "assigned:2",
-        "assigned:61",
-    ),
-    *("before-reply:1", "after-reply:4", "before-acked:1", "after-acked:1", "after-acked:5"),
-    *("before-tail:1", "before-tail:3", "after-tail:3"),
+    *("after-take:7", "after-take:62", "before-message:2", "after-message:1"),
+    *("assigned:1", "assigned:2", "assigned:61", "before-reply:1", "after-reply:4"),
+    *("before-acked:1", "after-acked:1", "after-acked:5", "before-tail:1", "before-tail:3", "after-tail:3"),
 ]
 MOVES = [
-    "before-move:1",
-    "cleared:1",
-    "after-move:1",
-    "assigned:1",
-    "after-message:1",
-    "before-learn:2",
-    "before-tail:1",
+    *("before-move:1", "cleared:1", "after-move:1", "assigned:1"),
+    *("after-message:1", "before-learn:2", "before-tail:1"),
 ]
 
 
@@ -63,15 +51,9 @@ def servers(tmp_path: Path) -> Iterator[list[LogServer]]:
 
 def held(server: LogServer) -> dict[tuple[str, RecordKey], bytes]:
     """What it has; each record once, and nothing damaged."""
-    reader = LogReader([server.address], JOB)
-    try:
-        found = {
-            (stream, k): d
-            for stream in STREAMS
-            for k, d in reader.digests(stream, 0, cancelled=never).items()
-        }
-    finally:
-        reader.close()
+    with reading(server.address) as reader:
+        digests = {stream: reader.digests(stream, 0, cancelled=never) for stream in STREAMS}
+    found = {(stream, k): digest for stream, of in digests.items() for k, digest in of.items()}
     there = admin.inventory(server.address, JOB, TIMEOUT_S)
     assert sum(stream.records for stream in there) == len(found)
     assert not any(stream.corrupt for stream in there)
@@ -89,8 +71,7 @@ def test_a_sidecar_killed_at_a_point_loses_and_doubles_nothing_on_either(
     servers: list[LogServer], point: str, dying: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DIE_AT", point)
-    writer = Writer([s.address for s in servers[:2]], JOB, 1, queue_bytes=4 << 20)
-    try:
+    with rank_writing(*(s.address for s in servers[:2]), queue_bytes=4 << 20) as writer:
         for number in range(60):
             put(writer, number)
             if number % 20 == 19:
@@ -103,8 +84,6 @@ def test_a_sidecar_killed_at_a_point_loses_and_doubles_nothing_on_either(
         for server in servers[:2]:
             check(server, 60)
         assert writer.stats.records + writer.stats.verified == 70
-    finally:
-        writer.close(0.0)
 
 
 @pytest.mark.usefixtures("way")
@@ -115,8 +94,7 @@ def test_a_lost_server_is_replaced_while_the_sidecar_dies(
     """What the lost one had not acknowledged, the new one gets; the one that stays has everything, once."""
     lost, stays, new = servers
     monkeypatch.setenv("DIE_AT", "none:1")
-    writer = Writer([lost.address, stays.address], JOB, 1, queue_bytes=8 << 20)
-    try:
+    with rank_writing(lost.address, stays.address, queue_bytes=8 << 20) as writer:
         for number in range(30):
             put(writer, number)
         writer.flush(TIMEOUT_S)
@@ -136,8 +114,6 @@ def test_a_lost_server_is_replaced_while_the_sidecar_dies(
         assert writer.restarts == (point in MOVES), "a move is no death"
         assert held(stays) == records(range(60))
         assert held(new) == records(range(27, 60))
-    finally:
-        writer.close(0.0)
 
 
 def test_a_server_that_is_used_again_was_emptied_and_is_not_taken_for_the_old_one(
@@ -145,8 +121,7 @@ def test_a_server_that_is_used_again_was_emptied_and_is_not_taken_for_the_old_on
 ) -> None:
     """It was given up and named again before the sidecar ever worked without it."""
     one, two, _ = servers
-    writer = Writer([one.address, two.address], JOB, 1)
-    try:
+    with rank_writing(one.address, two.address) as writer:
         for number in range(30):
             put(writer, number)
         writer.flush(TIMEOUT_S)
@@ -163,8 +138,6 @@ def test_a_server_that_is_used_again_was_emptied_and_is_not_taken_for_the_old_on
         writer.flush(TIMEOUT_S)
         check(two, 60)
         assert held(one) == records(range(30, 60))
-    finally:
-        writer.close(0.0)
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.matrix) for n in (1, 2))])
@@ -236,8 +209,7 @@ def killed(writer: Writer) -> None:
 def test_a_damaged_copy_costs_nothing_while_the_other_is_sound(servers: list[LogServer]) -> None:
     """One server comes back without what it had acknowledged, and the sidecar's successor asks both what they have."""
     sound, damaged, _ = servers
-    writer = Writer([damaged.address, sound.address], JOB, 1)
-    try:
+    with rank_writing(damaged.address, sound.address) as writer:
         for step in range(5):
             put_step(writer, step)
         writer.flush(TIMEOUT_S)
@@ -258,8 +230,6 @@ def test_a_damaged_copy_costs_nothing_while_the_other_is_sound(servers: list[Log
         assert writer.stats.verified == 1
         there = admin.inventory(sound.address, JOB, TIMEOUT_S)
         assert [(stream.records, stream.corrupt) for stream in there] == [(7, False)]
-    finally:
-        writer.close(0.0)
 
 
 def test_a_successor_asks_for_nothing_that_is_trimmed(servers: list[LogServer]) -> None:
@@ -267,8 +237,7 @@ def test_a_successor_asks_for_nothing_that_is_trimmed(servers: list[LogServer]) 
     one, two, _ = servers
     for server in (one, two):
         admin.trim(server.address, JOB, 5, TIMEOUT_S)
-    writer = Writer([one.address, two.address], JOB, 1)
-    try:
+    with rank_writing(one.address, two.address) as writer:
         writer.forget_below(5)  # as `Restorer.follow` does
         put_step(writer, 5)
         writer.flush(TIMEOUT_S)
@@ -276,5 +245,3 @@ def test_a_successor_asks_for_nothing_that_is_trimmed(servers: list[LogServer]) 
         for step in (5, 6):
             put_step(writer, step)
         writer.flush(TIMEOUT_S)
-    finally:
-        writer.close(0.0)

@@ -77,8 +77,7 @@ def test_services_begin_and_end_with_the_job_and_one_that_is_killed_comes_back(
 
     everything = launch.processes()
     assert set(services(launch).values()) <= {process.pid for process in everything}
-    launch.go(0)
-    launch.go(1)
+    launch.go_all()
     code, said = launch.rest()
     assert code == 0, said
     assert_all_gone(everything)
@@ -92,7 +91,8 @@ def test_a_launcher_that_is_killed_leaves_nothing_and_the_job_can_go_on_at_once(
         summary(launch)
         launch.rank(0, number)
         launch.rank(1, number)
-        everything = launch.processes()
+        what = "two ranks, two services, a spare, the fork server"
+        everything = eventually(lambda: below if len(below := launch.processes()) == 6 else None, what)
         assert set(services(launch).values()) <= {process.pid for process in everything}
         os.kill(launch.process.pid, ending)
         assert launch.process.wait(timeout=20) == (-ending if ending == signal.SIGKILL else 128 + ending)

@@ -8,11 +8,10 @@ import pytest
 from tests.integration import watched
 from tests.integration.forked import Forks
 
-STEPS, PAUSE_S, STOPPED_AT = (
-    260,
-    0.1,
-    15,
-)  # the queue holds 4 steps: a short stall of the disk must not fill it
+pytestmark = pytest.mark.timeout(240)
+
+STEPS, PAUSE_S, STOPPED_AT = 260, 0.1, 15
+"""The queue holds 4 steps: a short stall of the disk must not fill it."""
 MEANWHILE = 10
 """Steps that each rank does while the log server stands still and its queue is full."""
 
@@ -34,7 +33,6 @@ def twin(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> list[watched
     return watched.undisturbed(forks, place, "long_interval.py", STEPS, "drop", ranks=2)
 
 
-@pytest.mark.timeout(240)
 def test_training_goes_on_and_after_the_forced_checkpoint_a_loss_is_replayed(
     tmp_path: Path, twin: list[watched.Digests]
 ) -> None:
@@ -71,7 +69,6 @@ def test_training_goes_on_and_after_the_forced_checkpoint_a_loss_is_replayed(
     assert run.digests() == twin
 
 
-@pytest.mark.timeout(240)
 def test_a_loss_before_that_checkpoint_falls_back_and_says_why(
     tmp_path: Path, twin: list[watched.Digests]
 ) -> None:

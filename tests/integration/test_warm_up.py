@@ -10,6 +10,8 @@ from swift_ft.launch.spares import FAILURES_MAX
 from tests.integration.forked import Forks
 from tests.integration.trainer_world import Run, run_trainer, undisturbed
 
+pytestmark = pytest.mark.timeout(240)
+
 MATRIX = pytest.mark.matrix
 TRAINER, STEPS, RANKS, VICTIM = "warmed_up.py", 12, 2, 1
 Event = dict[str, Any]
@@ -66,7 +68,6 @@ def twin(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return undisturbed(forks, tmp_path_factory.mktemp("twin"), TRAINER, "plain", STEPS, ranks=RANKS)
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("mode", ["plain", pytest.param("forks", marks=MATRIX)])
 def test_the_process_is_as_new_and_the_run_ends_with_the_same_bits(
     mode: str, twin: Run, tmp_path: Path
@@ -98,7 +99,6 @@ FAIL = {
 }
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "mode",
     [mode if mode == "patches" else pytest.param(mode, marks=MATRIX) for mode in FAIL],
@@ -118,7 +118,6 @@ def test_what_is_not_as_it_was_is_not_used_and_after_three_there_are_no_more(
     check_bits(found, twin)
 
 
-@pytest.mark.timeout(240)
 def test_a_loss_does_not_wait_for_a_warm_up(twin: Run, tmp_path: Path) -> None:
     found = run(tmp_path, "hangs", lambda seen: named(seen, "warm_up_begin"))
 

@@ -101,6 +101,18 @@ def named(run: Run, event: str) -> list[Event]:
     return [each for each in run["events"] if each["event"] == event]
 
 
+def survived(run: Run, twin: Run, ranks: int, steps: int, victims: list[int]) -> list[list[Event]]:
+    """The ranks of every plan, of a run in which every bit is the twin's and survivors kept their processes."""
+    assert sorted(event["rank"] for event in named(run, "fault")) == sorted(victims)
+    told = [*named(run, "ready"), *named(run, "finished")]
+    for rank in range(ranks):
+        pids = {event["pid"] for event in told if event["who"] == f"rank{rank}"}
+        assert len(pids) == 1 + victims.count(rank), f"rank {rank}"
+    check_same(run, twin)
+    assert {f"rank{rank}-v{steps}.json" for rank in range(ranks)} <= run["digests"].keys()
+    return [event["ranks"] for event in named(run, "plan")]
+
+
 def check_same(run: Run, twin: Run) -> None:
     """Of every version, and at a recovery, all that was digested is as in `twin`."""
     for name, digests in run["digests"].items():

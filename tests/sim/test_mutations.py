@@ -78,6 +78,46 @@ def is_caught(mutation: pytest.MonkeyPatch, checker: str) -> None:
     pytest.fail(f"{checker!r} never objects; others: {+others}")
 
 
+PAUSED = ("a rank killed", "a log server paused")
+CUT_OFF = ("a rank cut off from a log server", "a log server paused")
+PLAN = importlib.import_module("swift_ft.planner.plan")
+OF_ONE_LINE: dict[str, tuple[str, Collection[str], object, str, object]] = {
+    "an acknowledgement before the sync": ("acked", (), DirectoryStorage, "_sync", lambda self: None),
+    "a call that is over and still counts as a writer": (
+        *("limit", ["a connection broken"], Appends, "detach"),
+        lambda self, session: None,
+    ),
+    "a trim that goes too far": (
+        *("trim", (), LogCore, "begin_trim"),
+        lambda self, job, below, real=LogCore.begin_trim: real(self, job, below + 1 if below else 0),
+    ),
+    "a recovery that finds nothing": (
+        *("acked", ["a log server killed"], DirectoryStorage, "recover"),
+        lambda self: [],
+    ),
+    "a declaration that is lost": ("declared", CUT_OFF, Unlogged, "due", lambda self, stream: None),
+    "a declaration that names one step of several": (
+        *("declared", CUT_OFF, record, "mark"),
+        lambda steps, real=record.mark: real(Steps(steps.last, steps.last)),
+    ),
+    "a planner that does not look at declarations": (
+        *("gap", PAUSED, PLAN, "_unlogged"),
+        lambda summary, first, last: "",
+    ),
+    "an inventory that forgets declarations": ("gap", PAUSED, StreamState, "unlogged", None),
+}
+"""What is wrong -> (who objects, under which faults alone or all, where it is, its name, what stands there instead)"""
+
+
+@pytest.mark.parametrize("wrong", OF_ONE_LINE)
+def test_a_mutation_of_one_line(wrong: str, mutation: pytest.MonkeyPatch) -> None:
+    checker, names, owner, name, instead = OF_ONE_LINE[wrong]
+    if names:
+        only(*names)
+    mutation.setattr(owner, name, instead)
+    is_caught(mutation, checker)
+
+
 @pytest.mark.timeout(400)
 def test_a_fence_that_is_answered_before_it_is_durable(mutation: pytest.MonkeyPatch) -> None:
     real = procedures.fence
@@ -93,11 +133,6 @@ def test_a_fence_that_is_answered_before_it_is_durable(mutation: pytest.MonkeyPa
     only(*gone, "a log server killed", "a log server without power")
     mutation.setattr(procedures, "fence", fence)
     is_caught(mutation, "writer")
-
-
-def test_an_acknowledgement_before_the_sync(mutation: pytest.MonkeyPatch) -> None:
-    mutation.setattr(DirectoryStorage, "_sync", lambda self: None)
-    is_caught(mutation, "acked")
 
 
 def test_an_acknowledgement_before_the_write(mutation: pytest.MonkeyPatch) -> None:
@@ -131,34 +166,6 @@ def test_credit_that_is_lost_when_replies_go_out_together(mutation: pytest.Monke
 
     mutation.setattr(Gathered, "add", add)
     is_caught(mutation, "credit")
-
-
-def test_a_call_that_is_over_and_still_counts_as_a_writer(mutation: pytest.MonkeyPatch) -> None:
-    only("a connection broken")
-    mutation.setattr(Appends, "detach", lambda self, session: None)
-    is_caught(mutation, "limit")
-
-
-def test_a_trim_that_goes_too_far(mutation: pytest.MonkeyPatch) -> None:
-    real = LogCore.begin_trim
-    mutation.setattr(
-        LogCore, "begin_trim", lambda self, job, below: real(self, job, below + 1 if below else 0)
-    )
-    is_caught(mutation, "trim")
-
-
-def test_a_trim_that_drops_more_than_it_says(mutation: pytest.MonkeyPatch) -> None:
-    real = LogCore.end_trim
-
-    def end_trim(self: LogCore, job: JobState, stream: StreamState) -> bool:
-        changed = real(self, job, stream)
-        for entry in list(stream.by_sequence.values()) if changed else ():
-            if entry.key.step == job.trimmed_below_step:
-                stream.remove(entry)
-        return changed
-
-    mutation.setattr(LogCore, "end_trim", end_trim)
-    is_caught(mutation, "acked")
 
 
 def test_a_trim_without_a_complete_checkpoint(mutation: pytest.MonkeyPatch) -> None:
@@ -292,51 +299,25 @@ def test_a_recovery_that_forgets_a_stream(mutation: pytest.MonkeyPatch) -> None:
     is_caught(mutation, "acked")
 
 
-def test_a_recovery_that_finds_nothing(mutation: pytest.MonkeyPatch) -> None:
-    only("a log server killed")
-    mutation.setattr(DirectoryStorage, "recover", lambda self: [])
-    is_caught(mutation, "acked")
-
-
-def test_a_declaration_that_is_lost(mutation: pytest.MonkeyPatch) -> None:
-    only("a rank cut off from a log server", "a log server paused")
-    mutation.setattr(Unlogged, "due", lambda self, stream: None)
-    is_caught(mutation, "declared")
-
-
-def test_a_declaration_that_names_one_step_of_several(mutation: pytest.MonkeyPatch) -> None:
-    real = record.mark
-    only("a rank cut off from a log server", "a log server paused")
-    mutation.setattr(record, "mark", lambda steps: real(Steps(steps.last, steps.last)))
-    is_caught(mutation, "declared")
-
-
-def test_a_planner_that_does_not_look_at_declarations(mutation: pytest.MonkeyPatch) -> None:
-    only("a rank killed", "a log server paused")
-    mutation.setattr(
-        importlib.import_module("swift_ft.planner.plan"), "_unlogged", lambda summary, first, last: ""
-    )
-    is_caught(mutation, "gap")
-
-
-def test_an_inventory_that_forgets_declarations(mutation: pytest.MonkeyPatch) -> None:
-    only("a rank killed", "a log server paused")
-    mutation.setattr(StreamState, "unlogged", None)
-    is_caught(mutation, "gap")
-
-
-def test_a_trim_that_drops_a_declaration_too_early(mutation: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("too_early", ["a step more than it says", "a declaration"])
+def test_a_trim_that_drops_too_early(too_early: str, mutation: pytest.MonkeyPatch) -> None:
     real = LogCore.end_trim
+
+    def is_wrong(entry: IndexEntry, job: JobState) -> bool:
+        if too_early == "a declaration":
+            return entry.key.slot == MARK_SLOT
+        return entry.key.step == job.trimmed_below_step
 
     def end_trim(self: LogCore, job: JobState, stream: StreamState) -> bool:
         changed = real(self, job, stream)
         for entry in list(stream.by_sequence.values()) if changed else ():
-            if entry.key.slot == MARK_SLOT:
+            if is_wrong(entry, job):
                 stream.remove(entry)
         return changed
 
-    world.DROPPING = 1.0
-    only("a rank killed", "a log server paused")
+    if too_early == "a declaration":
+        world.DROPPING = 1.0
+        only(*PAUSED)
     mutation.setattr(LogCore, "end_trim", end_trim)
     is_caught(mutation, "acked")
 

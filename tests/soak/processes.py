@@ -1,4 +1,5 @@
-"""The processes of a soak: the log server, which is killed and started again in one place, and ranks that talk JSON."""
+"""The processes of a soak: the log server, which is killed and started again in one place, and ranks that talk JSON.
+And the program around a run that is judged."""
 
 import json
 import os
@@ -9,16 +10,46 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from swift_ft.errors import ServiceError
+from swift_ft.cli_parser import check_file, write_json
+from swift_ft.errors import ServiceError, SwiftError
+from swift_ft.lab.bench import output
 
 SERVER = (sys.executable, "-P", "-m", "swift_ft_services.logserver")
 START_TIMEOUT_S = 60.0
 
+EXIT_CODES = {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 3}
+
 Message = tuple["Rank", dict[str, Any]]
+
+
+def judge_in_place(arguments: Namespace, judged: Callable[[Path], dict[str, Any]]) -> int:
+    """Runs what is judged in --directory, prints the verdict, and writes it to --json. Returns the exit code."""
+    check_file("--json", arguments.json)
+    on, began = output.machine(), time.monotonic()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # its processes end with it
+    try:
+        with output.place(arguments.directory) as directory:
+            result = {"machine": on, **judged(Path(directory))}
+    except KeyboardInterrupt:
+        print(f"swift: stopped after {time.monotonic() - began:.0f} s; nothing is judged", file=sys.stderr)
+        return EXIT_CODES["INCONCLUSIVE"]
+    print(json.dumps(result, indent=1))
+    write_json(arguments.json, result)
+    return EXIT_CODES[result["verdict"]]
+
+
+def end(main: Callable[[], int]) -> None:
+    """Ends this process with its exit code; an error of ours is one line."""
+    try:
+        sys.exit(main())
+    except SwiftError as error:
+        print(f"swift: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
 
 
 def rss_bytes(pid: int) -> int | None:

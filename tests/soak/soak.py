@@ -11,11 +11,8 @@
 FAIL: a record that a writer was told is durable cannot be read, or differs; or memory is not flat.
 """
 
-import json
 import queue
 import random
-import signal
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -23,13 +20,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from swift_ft.cli_parser import Parser, add_json, check_file, write_json
+from swift_ft.cli_parser import Parser, add_json
 from swift_ft.errors import ServiceError, SwiftError, UsageError
-from swift_ft.lab.bench import output
 from swift_ft.log import admin
 from tests.soak import memory as soak_memory
 from tests.soak.memory import Rule, Sample
-from tests.soak.processes import SERVER, Message, Rank, Server, rss_bytes
+from tests.soak.processes import SERVER, Message, Rank, Server, end, judge_in_place, rss_bytes
 from tests.soak.ranks import FLUSH_STEPS, JOB, PATIENCE_S, RECORD_BYTES, STEP_BYTES
 
 # A soak under way: who runs, what is durable, what was compared, when to trim and whom to kill.
@@ -415,9 +411,6 @@ class Soak:
                 )
 
 
-EXIT_CODES = {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 3}
-
-
 def soak(config: SoakConfig, directory: Path) -> dict[str, Any]:
     """Runs it, and judges. ServiceError: it could not be run."""
     account = Account()
@@ -506,24 +499,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         streams=arguments.writers,
         disk_bytes=arguments.disk_mib << 20,
     )
-    check_file("--json", arguments.json)
-    on, began = output.machine(), time.monotonic()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # its processes end with it
-    try:
-        with output.place(arguments.directory) as directory:
-            judged = soak(config, Path(directory))
-    except KeyboardInterrupt:
-        print(f"swift: stopped after {time.monotonic() - began:.0f} s; nothing is judged", file=sys.stderr)
-        return EXIT_CODES["INCONCLUSIVE"]
-    result = {"machine": on, **judged}
-    print(json.dumps(result, indent=1))
-    write_json(arguments.json, result)
-    return EXIT_CODES[result["verdict"]]
+    return judge_in_place(arguments, lambda directory: soak(config, directory))
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except SwiftError as error:
-        print(f"swift: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    end(main)

@@ -195,16 +195,9 @@ def test_what_was_known_before_anything_failed(tmp_path: Path) -> None:
         ({"version": 5, "difference": "output 0"}, {"ends": {"rank0": other}}, verdict.NAMED),
         ({"version": 5, "difference": "output 0"}, {}, verdict.NAMED),
         ({"version": 5, "why_not": "its process has ended"}, {}, verdict.MISS),
-        (
-            {"version": 5, "why_not": "the replay stands still for 2 s"},
-            {},
-            verdict.SAME,
-        ),  # it waits by itself
-        (
-            {"version": 5, "rank": 1, "why_not": "the replay stands still for 2 s"},
-            {},
-            verdict.MISS,
-        ),  # another
+        # It waits by itself; and it is another one that waits.
+        ({"version": 5, "why_not": "the replay stands still for 2 s"}, {}, verdict.SAME),
+        ({"version": 5, "rank": 1, "why_not": "the replay stands still for 2 s"}, {}, verdict.MISS),
         ({"version": 10}, {}, verdict.MISS),  # not at the second checkpoint
         ({"version": 5, "difference": "lr"}, {"code": 2, "stderr": "swift: why\n"}, verdict.NAMED),
         ({"version": 5, "difference": "lr"}, {"code": 2, "stderr": "Traceback\nswift: why"}, verdict.MISS),

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from stages import Positioned
 from torch import Tensor, nn
 
 import swift_ft
@@ -29,22 +30,17 @@ with Path(os.environ["SWIFT_DIGESTS"], f"imports-{os.getpid()}").open("a") as fi
     file.write("x")
 
 
-class Order:
+class Order(Positioned):
     """Drawn before the first step, with `random`, which nobody seeds."""
 
     def __init__(self) -> None:
-        self.samples, self.position = random.sample(range(SAMPLES), SAMPLES), 0
+        super().__init__()
+        self.samples = random.sample(range(SAMPLES), SAMPLES)
 
     def __next__(self) -> Tensor:
         chosen = [self.samples[(self.position + i) % SAMPLES] for i in range(BATCH)]
         self.position += BATCH
         return DATA[chosen]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.position = state["position"]
 
 
 def train() -> None:

@@ -9,6 +9,7 @@ import random
 import sys
 
 import torch
+from stages import Positioned, compute
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
 
@@ -18,21 +19,12 @@ MODE, STEPS = sys.argv[1], int(sys.argv[2])
 WIDTH, BATCH, MICROBATCHES = 8, 12, 3
 
 
-class Data:
-    def __init__(self) -> None:
-        self.position = 0
-
+class Data(Positioned):
     def __next__(self) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(self.position)
         self.position += 1
         x = torch.randn(BATCH, WIDTH, generator=generator)
         return x, x.roll(1, dims=1)
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.position = state["position"]
 
 
 class Whole(nn.Module):
@@ -73,12 +65,7 @@ def traced() -> None:
     def train_step(step: int) -> None:
         x, y = next(data)
         optimizer.zero_grad()
-        if session.rank == 0:
-            schedule.step(x)
-        elif session.rank == 2:
-            schedule.step(target=y)
-        else:
-            schedule.step()
+        compute(session, schedule, x, y)
         optimizer.step()
 
     session.run(train_step, num_steps=STEPS)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from stages import Positioned
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B
 from torch.utils.checkpoint import checkpoint
@@ -73,22 +74,13 @@ def first_time(what: str) -> bool:
     return True
 
 
-class Data:
-    def __init__(self) -> None:
-        self.position = 0
-
+class Data(Positioned):
     def __next__(self) -> tuple[Tensor, Tensor, Tensor]:
         generator = torch.Generator().manual_seed(self.position)
         self.position += 1
         x = torch.randn(BATCH, WIDTH, generator=generator)
         scale = 1 + 0.1 * torch.randn(MICROBATCHES, 1, 1, generator=generator)
         return x, x.roll(1, dims=1), scale.expand(-1, BATCH // MICROBATCHES, WIDTH).reshape(BATCH, WIDTH)
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.position = state["position"]
 
 
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from stages import Positioned
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import Schedule1F1B
@@ -27,23 +28,18 @@ STRATEGY = sys.argv[6] if sys.argv[6:] else "auto"
 WIDTH, BATCH, MICROBATCHES = 7, 12, 3
 
 
-class Data:
+class Data(Positioned):
     """Each data-parallel rank has batches of its own."""
 
     def __init__(self, dp_rank: int) -> None:
-        self.dp_rank, self.position = dp_rank, 0
+        super().__init__()
+        self.dp_rank = dp_rank
 
     def __next__(self) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(1000 * self.position + self.dp_rank)
         self.position += 1
         x = torch.randn(BATCH, WIDTH, generator=generator)
         return x, x.roll(1, dims=1)
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.position = state["position"]
 
 
 class Average:

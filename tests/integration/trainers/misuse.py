@@ -1,9 +1,11 @@
 """Trainers that get something wrong: `misuse.py MISTAKE`. Two ranks."""
 
+import os
 import sys
 
 import torch
 import torch.distributed as dist
+from stages import compute
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import swift_ft
@@ -12,17 +14,10 @@ MISTAKE = sys.argv[1]
 
 
 def main() -> None:
-    seed = 0
-    if MISTAKE == "another-seed":
-        import os
-
-        seed = int(os.environ["RANK"])
     if MISTAKE == "another-thread-count":
-        import os
-
         torch.set_num_threads(1 + int(os.environ["RANK"]))
     session = swift_ft.Session.from_env(
-        seed=seed,
+        seed=int(os.environ["RANK"]) if MISTAKE == "another-seed" else 0,
         checkpoint_every=0 if MISTAKE == "checkpoint-every-0" else 5,
         groups="0-2" if MISTAKE == "groups-of-another-pipeline" else "",
     )
@@ -38,10 +33,7 @@ def main() -> None:
 
     def train_step(step: int) -> None:
         optimizer.zero_grad()
-        if rank == 0:
-            schedule.step(torch.ones(4, 4))
-        else:
-            schedule.step(target=torch.zeros(4, 4))
+        compute(session, schedule, torch.ones(4, 4), torch.zeros(4, 4))
         if MISTAKE == "error-in-step" and step == 2 and rank == 1:
             raise KeyError("the trainer's own mistake")
         optimizer.step()

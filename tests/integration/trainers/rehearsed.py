@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from stages import Positioned, compute
 from torch import Tensor, nn
 from torch.distributed.pipelining import ScheduleGPipe
 
@@ -69,11 +70,11 @@ class Hidden(nn.Module):
         return 0.0
 
 
-class Numbers:
+class Numbers(Positioned):
     """An iterator whose state is of what it will draw next, and not of what it has drawn already."""
 
     def __init__(self) -> None:
-        self.position = 0
+        super().__init__()
         self._ahead = self._draw()
 
     def _draw(self) -> int:
@@ -83,12 +84,6 @@ class Numbers:
     def __next__(self) -> int:
         number, self._ahead = self._ahead, self._draw()
         return number
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.position = state["position"]
 
 
 def read_on(path: Path) -> int:
@@ -199,10 +194,8 @@ def main() -> None:
                 die_in_a_rehearsal()
             if schedule is None:
                 module(x).square().mean().backward()
-            elif session.pipeline_rank == 0:
-                schedule.step(x)
             else:
-                schedule.step(target=x)
+                compute(session, schedule, x)
             optimizer.step()
             if beside:
                 return

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from stages import Positioned
 from torch import Tensor, nn
 
 import swift_ft
@@ -23,22 +24,17 @@ MODE, STEPS = sys.argv[1], int(sys.argv[2])
 WIDTH, BATCH = 16, 8
 
 
-class Data:
+class Data(Positioned):
     """The same position on all replicas; each draws its own batch there."""
 
     def __init__(self, dp_rank: int) -> None:
-        self.position, self._dp_rank = 0, dp_rank
+        super().__init__()
+        self._dp_rank = dp_rank
 
     def __next__(self) -> Tensor:
         generator = torch.Generator().manual_seed(self.position * 1000 + self._dp_rank)
         self.position += 1
         return torch.randn(BATCH, WIDTH, generator=generator)
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.position = state["position"]
 
 
 class Apart:

@@ -1,4 +1,4 @@
-"""What trainers in this directory with one stage on each rank have in common."""
+"""What trainers in this directory have in common, most of them with one stage on each rank."""
 
 from typing import Any
 
@@ -17,11 +17,24 @@ def prepare(session: swift_ft.Session, module: nn.Module, microbatches: int = 2)
     return schedule, session.optimizer(torch.optim.SGD(module.parameters(), lr=0.1))
 
 
-def compute(session: swift_ft.Session, schedule: Any, x: Tensor) -> None:
-    """Forwards and backwards of a batch, which is its own target."""
+class Positioned:
+    """Data that are known by their position."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def compute(session: swift_ft.Session, schedule: Any, x: Tensor, target: Tensor | None = None) -> None:
+    """Forwards and backwards of a batch, which is its own target unless another one is given."""
     if session.pipeline_rank == 0:
         schedule.step(x)
     elif session.pipeline_rank == session.pipeline_ranks - 1:
-        schedule.step(target=x)
+        schedule.step(target=x if target is None else target)
     else:
         schedule.step()

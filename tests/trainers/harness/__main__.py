@@ -43,12 +43,7 @@ def judge(
     kills = run.three_kills(trainer, world)
     job = f"{name}-killed"
     killed = run.run(services, place / job, trainer, world, kills, job, device=device)
-    found = verdict.of_killed(calm, killed, len(kills))
-    if found.word == verdict.SAME and killed.fired < len(kills):
-        found = verdict.Verdict(
-            word=verdict.MISS, why=f"only {killed.fired} of {len(kills)} kills came about"
-        )
-    return found, killed.directory
+    return verdict.of_all_killed(calm, killed, len(kills)), killed.directory
 
 
 def judge_adaptive(
@@ -65,12 +60,8 @@ def judge_adaptive(
     kills = run.two_losses(trainer, world)
     job = f"{name}-killed"
     killed = run.run(services, place / job, trainer, world, kills, job, replicas=2, staggered=staggered)
-    found = verdict.of_killed(calm, killed, len(kills), [kill.rank for kill in kills])
-    if found.word == verdict.SAME and killed.fired < len(kills):
-        found = verdict.Verdict(
-            word=verdict.MISS, why=f"only {killed.fired} of {len(kills)} kills came about"
-        )
-    return found, killed.directory
+    lost = [kill.rank for kill in kills]
+    return verdict.of_all_killed(calm, killed, len(kills), lost), killed.directory
 
 
 def adaptive(

@@ -87,6 +87,14 @@ def of_killed(undisturbed: Outcome, killed: Outcome, kills: int, lost: Collectio
     return Verdict(word=SAME)
 
 
+def of_all_killed(undisturbed: Outcome, killed: Outcome, kills: int, lost: Collection[int] = ()) -> Verdict:
+    """As `of_killed`, where each kill has to come about."""
+    found = of_killed(undisturbed, killed, kills, lost)
+    if found.word == SAME and killed.fired < kills:
+        return Verdict(word=MISS, why=f"only {killed.fired} of {kills} kills came about")
+    return found
+
+
 def _differences(undisturbed: Outcome, killed: Outcome, lost: Collection[str]) -> list[str]:
     different = [
         f"{rank} has no end" for rank in undisturbed.ends if rank not in killed.ends and rank not in lost

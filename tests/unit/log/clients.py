@@ -32,9 +32,9 @@ def writing(*servers: InProcess | str, **options: object) -> Iterator[LogWriter]
 
 
 @contextmanager
-def rank_writing(*servers: InProcess | str, **options: object) -> Iterator[Writer]:
+def rank_writing(*servers: InProcess | str, job: str = JOB, **options: object) -> Iterator[Writer]:
     """A rank's writer, with a sidecar."""
-    writer = Writer(addresses(servers), JOB, 1, **options)  # type: ignore[arg-type]
+    writer = Writer(addresses(servers), job, 1, **options)  # type: ignore[arg-type]
     try:
         yield writer
     finally:
