@@ -233,11 +233,10 @@ def begun(change: Any = lambda model: None) -> tuple[Any, KeptModules]:
 
 class TestADroppedStep:
     def test_all_is_as_it_was_in_the_objects_that_were_there(self) -> None:
-        model = Model()
-        part, kept = model.part, KeptModules([model])
+        model, kept = begun()
+        part = model.part
         before, mean, best = told(part), part.mean, part.stats["best"]
         saved_buffer = part.saved
-        kept.keep()
         assert not kept.changed
         change(part)
         part.mean = part.mean * 2  # another tensor
@@ -315,11 +314,7 @@ class TestADroppedStep:
         assert besides.tolist() == [0.0, 0.0]
 
     def test_large_tensors_that_stand_are_copied_once(self) -> None:
-        model = Model()
-        model.part.mean = torch.zeros(1 << 15)
-        model.part.bank = np.zeros(1)
-        kept = KeptModules([model])
-        kept.keep()
+        model, kept = begun(lambda model: setattr(model.part, "mean", torch.zeros(1 << 15)))
         first = kept._copies[id(model.part.mean)]
         kept.keep()
         assert kept._copies[id(model.part.mean)] is first
@@ -374,11 +369,8 @@ class TestADroppedStep:
         assert mean.tolist() == [0.0, 0.0]
 
     def test_containers_that_hold_one_another(self) -> None:
-        model = Model()
         ring: list[Any] = [1]
-        model.part.stats = {"one": ring, "two": ring}
-        kept = KeptModules([model])
-        kept.keep()
+        model, kept = begun(lambda model: model.part.stats.update(one=ring, two=ring))
         ring.append(2)
         kept.restore()
         assert model.part.stats["one"] is model.part.stats["two"] is ring

@@ -10,21 +10,14 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler
 
 from swift_ft import torch_private
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.state.carried_gradients import WholeModule
 from swift_ft.state.rng import Randomness
+from tests.unit.runtime.test_loaders import Noisy
 from tests.unit.runtime.wired import state_of, updates_of
-
-
-class Noisy(Dataset[Any]):
-    def __len__(self) -> int:
-        return 20
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([index, torch.rand(()).item(), random.random()])
 
 
 class Late(RandomSampler):
@@ -218,27 +211,29 @@ class Counting:
 
 
 def shuffled_by(kind: Any) -> Callable[[int], Any]:
-    return lambda _: DataLoader(Noisy(), batch_size=4, sampler=Shuffled(kind))
+    return lambda _: DataLoader(Noisy(20), batch_size=4, sampler=Shuffled(kind))
 
 
 LOADERS: dict[str, Callable[[int], Any]] = {
-    "plain": lambda _: DataLoader(Noisy(), batch_size=4, shuffle=True),
-    "sampler": lambda rank: DataLoader(Noisy(), batch_size=2, sampler=DistributedSampler(Noisy(), 2, rank)),
-    "late": lambda _: DataLoader(Noisy(), batch_size=4, sampler=Late(Noisy())),
+    "plain": lambda _: DataLoader(Noisy(20), batch_size=4, shuffle=True),
+    "sampler": lambda rank: DataLoader(
+        Noisy(20), batch_size=2, sampler=DistributedSampler(Noisy(20), 2, rank)
+    ),
+    "late": lambda _: DataLoader(Noisy(20), batch_size=4, sampler=Late(Noisy(20))),
     "generator": lambda rank: DataLoader(
-        Noisy(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(rank)
+        Noisy(20), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(rank)
     ),
     "numpy's": shuffled_by(np.random.RandomState),
     "numpy's newer": shuffled_by(np.random.default_rng),
     "random's": shuffled_by(random.Random),
-    "stateful": lambda _: Stateful(Noisy(), batch_size=4, shuffle=True),
+    "stateful": lambda _: Stateful(Noisy(20), batch_size=4, shuffle=True),
     "stream": lambda rank: Stateful(Documents(rank), batch_size=1),
     "dataset": Documents,
 }
 
 
 def workers(_: int) -> Any:
-    return DataLoader(Noisy(), batch_size=4, shuffle=True, num_workers=1)
+    return DataLoader(Noisy(20), batch_size=4, shuffle=True, num_workers=1)
 
 
 def saved(trainer: Trainer) -> Any:
@@ -358,7 +353,7 @@ def test_an_iterator_that_has_failed_is_made_again() -> None:
             return super().__getitem__(index)
 
     def make(_: int) -> Any:
-        return DataLoader(Failing(), batch_size=4, shuffle=True)
+        return DataLoader(Failing(20), batch_size=4, shuffle=True)
 
     twin = Trainer(make).run(4)
     first = ran(make)
@@ -460,7 +455,7 @@ def test_a_loader_that_stands_in_for_another_is_refused() -> None:
             return DataLoader
 
     with pytest.raises(UsageError, match="given a Reading, which stands in for another loader"):
-        Trainer(lambda _: Reading(Noisy()))
+        Trainer(lambda _: Reading(Noisy(20)))
 
 
 def test_a_loader_that_has_begun_and_a_second_iterator_are_refused() -> None:
