@@ -1,30 +1,10 @@
-"""`swift-ft bench adaptive`: what it takes and refuses, and what it counts."""
+"""`swift-ft bench adaptive`: what it counts."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from swift_ft.errors import UsageError
 from swift_ft.lab.bench import adaptive
-from swift_ft.lab.bench.command import run
-
-
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        (["--modes", "quick"], "--modes quick: there is no 'quick'; there are fused"),
-        (["--lost", "one"], "--lost one: give STAGE:REPLICA"),
-        (["--lost", "9:0"], "there is no such rank"),
-        (["--lost", "1:0,1:1", "--replicas", "2"], "leave one replica of each stage"),
-        (["--microbatches", "2"], "at least as many microbatches as stages"),
-    ],
-)
-def test_one_line_for_what_cannot_be(words: Sequence[str], problem: str) -> None:
-    with pytest.raises(UsageError) as refused:
-        run("adaptive", words)
-    assert problem in str(refused.value)
-    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from swift_ft.errors import ServiceError, UsageError
+from swift_ft.errors import ServiceError
 from swift_ft.lab.bench.checkpoint import WAYS, Bench
 from swift_ft.lab.bench.command import run
 from swift_ft.state.checkpoint_store import CheckpointStore
@@ -62,9 +62,3 @@ def test_what_cannot_be_saved_is_said(way: str, tmp_path: Path) -> None:
     with pytest.raises(ServiceError, match="nothing can be saved in"):
         bench.save(way, plain=0.0)
     shutil.rmtree(tmp_path / "there")
-
-
-def test_what_it_is_told(tmp_path: Path) -> None:
-    for words in (["--rounds", "0"], ["--parameters", "0"], ["--directory", str(tmp_path / "none")]):
-        with pytest.raises(UsageError):
-            run("checkpoint", words)

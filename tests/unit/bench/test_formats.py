@@ -11,9 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift_ft.errors import UsageError
 from swift_ft.lab.bench import formats
-from swift_ft.lab.bench.command import run
 from swift_ft.lab.bench.formats import FORMATS, LIMITS, limits
 from swift_ft.lab.bench.output import Rounds
 
@@ -187,12 +185,9 @@ def made_up(fsync: bool = True) -> dict[str, Any]:
     measured = {"blocked_s": 0.3, "total_s": 1.0, "cpu_s": 0.7, "load_s": 0.1}
     rounds = Rounds()
     for slow in (2, 4, 6):
-        for name, value in BASE.items():
-            rounds.note(f"{LIMITS} {name}", slow * value)
-        for name, value in measured.items():
-            rounds.note(f"torch {fsync} {name}", slow * value)
-        rounds.note(f"torch {fsync} bytes", 8)
-        rounds.note(f"torch {fsync} state_bytes", 6)
+        rounds.note_all(LIMITS, {name: slow * value for name, value in BASE.items()})
+        rounds.note_all(f"torch {fsync}", {name: slow * value for name, value in measured.items()})
+        rounds.note_all(f"torch {fsync}", {"bytes": 8, "state_bytes": 6})
     return formats.case(2, 3, [("torch", fsync)], rounds)
 
 
@@ -229,7 +224,7 @@ def test_the_losses_are_told() -> None:
     assert "gone,type" in told[3]
 
 
-# The limits, and the options.
+# The limits.
 
 
 def test_the_limits_leave_nothing(tmp_path: Path) -> None:
@@ -237,20 +232,3 @@ def test_the_limits_leave_nothing(tmp_path: Path) -> None:
     assert set(took) == {"copy_s", "write_s", "write_fsync_s", "read_s"}
     assert all(seconds > 0 for seconds in took.values())
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--formats", "tar"], "there is no 'tar'; there are swift sync"),
-        (["--formats", "--sizes", "0"], "--sizes 0: give numbers above 0"),
-        (["--formats", "--sizes", "nan"], "--sizes nan"),
-        (["--formats", "--rounds", "0"], "must be positive"),
-        (["--formats", "--json", "/nowhere/there.json"], "--json /nowhere/there.json: give a file"),
-        (["--formats", "--directory", "/nowhere"], "--directory /nowhere: "),
-    ],
-)
-def test_what_it_is_told(words: list[str], message: str) -> None:
-    with pytest.raises(UsageError, match=message) as raised:
-        run("checkpoint", words)
-    assert "\n" not in str(raised.value)

@@ -123,21 +123,6 @@ def test_the_interval_covers_the_median_as_often_as_it_says() -> None:
     assert output.interval([1.5]) == (1.5, 1.5)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--rounds", "0"],
-        ["--slice-steps", "0"],
-        ["--json", "/nowhere/here.json"],
-        ["--device", "cuda"],
-        ["--paced", "--size", "long"],
-    ],
-)
-def test_bad_arguments_are_refused(words: list[str]) -> None:
-    with pytest.raises(UsageError):
-        run("overhead", words)
-
-
 def test_without_the_laboratorys_packages_one_line_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

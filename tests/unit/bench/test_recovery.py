@@ -200,19 +200,6 @@ def test_a_peer_that_cannot_be_had_is_left_out_with_its_reason(
     assert all("pip install" in case["missing"] for case in cases)
 
 
-@pytest.mark.parametrize("words", [["--kills", "0"], ["--steps", "149"]])
-def test_bad_input(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["recovery", *words]) == 2
-    assert "--steps of at least 3 times" in capsys.readouterr().err
-
-
-def test_a_place_that_cannot_be_written_is_said_before_anything_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["recovery", "--plot", str(tmp_path / "no" / "plot.svg")]) == 2
-    assert "--plot" in capsys.readouterr().err
-
-
 TRIAL = Trial(directory="", steps=9, kill_step=4, every=2, wait_s=0.0)
 
 

@@ -37,7 +37,7 @@ class Made:
         assert base.num_steps == STEPS
         self.asked.append("interrupted")
         started = [self.after] if self.after else []
-        return Interrupted.of(run(self.before, *started), KILLED, started, session=False)
+        return Interrupted(run(self.before, *started), KILLED, started, session=False)
 
 
 def with_change(first: int, at: int, **changed: bytes) -> list[Record]:

@@ -125,13 +125,7 @@ def _run(shape: Shape, settings: dict[str, Any]) -> Measured:
     with tempfile.TemporaryDirectory(prefix="swift-bench-") as place:
         out = Path(place, "out")
         out.mkdir()
-        told: dict[str, Any] = {
-            "stages": stages,
-            "replicas": replicas,
-            "microbatches": microbatches,
-            "unit_s": unit_s,
-        }
-        told |= {"numbers": _NUMBERS, "steps": _BEFORE + _AFTER, "settings": settings, "out": str(out)}
+        told = {"numbers": _NUMBERS, "steps": _BEFORE + _AFTER, "settings": settings, "out": str(out)}
         faults = [{"id": f"f{rank}", "rank": rank, "step": _BEFORE, "phase": "idle"} for rank in killed]
         with Cluster(
             Path(place, "job"),
@@ -139,7 +133,7 @@ def _run(shape: Shape, settings: dict[str, Any]) -> Measured:
             spares=0,
             max_restarts=0,
             trainer=[str(Path(__file__).with_name("adaptive_ranks.py"))],
-            trainer_arguments=[json.dumps(told)],
+            trainer_arguments=[json.dumps(shape._asdict() | told)],
             faults=json.dumps(faults),
         ) as cluster:
             limit_s = 120 + 30 * unit_s * (_BEFORE + _AFTER) * microbatches

@@ -24,11 +24,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from swift_ft.cli_parser import Parser
 from swift_ft.errors import ServiceError, SwiftError, UsageError
 from swift_ft.lab.bench import formats, output
-from swift_ft.lab.bench.formats import FORMATS, write_tensors
+from swift_ft.lab.bench.formats import FORMATS
 from swift_ft.lab.bench.output import Rounds
 from swift_ft.state import MODES
 from swift_ft.state.export import alone
-from swift_ft.state.tree import split
 from swift_ft.text import show, table
 
 WIDTH, BATCH = 512, 64
@@ -66,9 +65,6 @@ class Trainer:
     def state(self) -> State:
         return {"module": self._module.state_dict(), "optimizer": self._optimizer.state_dict()}
 
-    def tensors(self) -> list[torch.Tensor]:
-        return list(split(self.state())[0].values())
-
 
 class Bench:
     def __init__(self, place: Path, elements: int) -> None:
@@ -80,7 +76,8 @@ class Bench:
     def round(self) -> None:
         plain = statistics.median(self.trainer.step() for _ in range(STEPS_PLAIN))
         self.rounds.note("step", plain)
-        self._limits()
+        for limit, seconds in formats.limits(self.trainer.state(), self._place / "limit").items():
+            self.rounds.note(limit, seconds)
         for way in WAYS:
             self.save(way, plain)
 
@@ -91,7 +88,7 @@ class Bench:
             folder.mkdir()
             with alone():
                 began = time.monotonic()
-                wait = form.save(self.trainer.state(), folder, fsync=True)
+                wait = form.save(self.trainer.state(), folder, True)
                 if way in BLOCKING:
                     wait()
                 stall = durable = time.monotonic() - began
@@ -115,26 +112,20 @@ class Bench:
         self.rounds.note(f"{way} cost", stall + longer)
         shutil.rmtree(folder)
 
-    def _limits(self) -> None:
-        with self.rounds.timed("copy"):
-            copies = [tensor.clone() for tensor in self.trainer.tensors()]
-        path = self._place / "limit"
-        with self.rounds.timed("write"):
-            write_tensors(path, copies, fsync=True)
-        path.unlink()
-
     def result(self) -> dict[str, Any]:
         """Returns medians in seconds, and their ratios, each the median of the rounds' ratios."""
         rounds = self.rounds
         return {
             "parameters": self.trainer.parameters,
-            "state_bytes": sum(tensor.nbytes for tensor in self.trainer.tensors()),
-            **{f"{name}_s": rounds.median(name) for name in ("step", "copy", "write")},
+            "state_bytes": formats.nbytes(self.trainer.state()),
+            "step_s": rounds.median("step"),
+            "copy_s": rounds.median("copy_s"),
+            "write_s": rounds.median("write_fsync_s"),
             "ways": {
                 way: {
                     **{f"{what}_s": rounds.median(f"{way} {what}") for what in ("stall", "durable", "cost")},
-                    "stall_over_copy": rounds.ratio(f"{way} stall", "copy"),
-                    "durable_over_write": rounds.ratio(f"{way} durable", "write"),
+                    "stall_over_copy": rounds.ratio(f"{way} stall", "copy_s"),
+                    "durable_over_write": rounds.ratio(f"{way} durable", "write_fsync_s"),
                     "cost_in_steps": rounds.ratio(f"{way} cost", "step"),
                 }
                 for way in WAYS

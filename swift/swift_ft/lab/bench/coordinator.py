@@ -11,9 +11,9 @@ their state. CPU seconds are those of the coordinator's process, user and system
 streams' messages in the recovery. `beats_cpu` is the share of a core that heartbeats alone take: if the members' own
 processes are slow, a recovery takes longer and contains more heartbeats.
 
-    python -m swift_ft.lab.bench.coordinator ADDRESS MEMBERS REPLICAS FIRST STEP
+    python -m swift_ft.lab.bench.coordinator ADDRESS MEMBERS FIRST
 
-Runs ranks FIRST, FIRST + STEP, ... of MEMBERS. Orders come on stdin, one per line, and each is answered by a line:
+Runs ranks FIRST, FIRST + `PROCESSES`, ... of MEMBERS. Each line on stdin is an order, and is answered by a line:
 
     {"order": "join"}                      all join; answered when all see RUNNING
     {"order": "checkpoint", "version": V}  all report their shards durable; answered when all see it complete
@@ -100,8 +100,7 @@ def measure(members: int, store: str = "") -> dict[str, Any]:
         flags += ["--calls-per-peer", str(1 << 20), "--calls-per-token-s", "0"]
         pid, address = stack.enter_context(output.service("swift_ft_services.coordinator", directory, *flags))
         processes = [
-            stack.enter_context(Worker(__name__, address, members, REPLICAS, first, PROCESSES))
-            for first in range(PROCESSES)
+            stack.enter_context(Worker(__name__, address, members, first)) for first in range(PROCESSES)
         ]
         join = phase(pid, processes, "join")
         checkpoint = phase(pid, processes, "checkpoint", version=STEP)
@@ -181,9 +180,8 @@ class _Fenced(Exception):
 
 
 class Fleet:
-    def __init__(self, address: str, members: int, replicas: int, ranks: range) -> None:
+    def __init__(self, address: str, members: int, ranks: range) -> None:
         self.world_size = members
-        self.replicas = replicas
         options = (*CHANNEL_OPTIONS, *CONNECTING)
         self.channels = [grpc.aio.insecure_channel(address, options=options) for _ in range(CHANNELS)]
         self.members = {rank: Member(self, rank) for rank in ranks}
@@ -226,7 +224,7 @@ class Member:
     def __init__(self, fleet: Fleet, rank: int) -> None:
         self._fleet = fleet
         self._rank = rank
-        channel = fleet.channels[rank // fleet.replicas % CHANNELS]
+        channel = fleet.channels[rank // REPLICAS % CHANNELS]
         self._stub = pb_grpc.CoordinatorStub(channel)
         self._watch = channel.unary_stream(
             "/swift.coordinator.v1.Coordinator/Watch",
@@ -296,18 +294,15 @@ class Member:
             self.start()
 
     async def _join(self) -> None:
-        fleet, me = self._fleet, self._me
-        member = pb.Member(rank=self._rank, incarnation=me["incarnation"], pid=self._rank + 1, host="bench")
-        await self._say(
-            self._stub.Join,
-            pb.JoinRequest(
-                job=JOB,
-                member=member,
-                world_size=fleet.world_size,
-                config={"replicas": str(fleet.replicas), "seed": "7"},
-                fingerprint={"torch": "2.13.0"},
-            ),
+        incarnation = self._me["incarnation"]
+        request = pb.JoinRequest(
+            job=JOB,
+            member=pb.Member(rank=self._rank, incarnation=incarnation, pid=self._rank + 1, host="bench"),
+            world_size=self._fleet.world_size,
+            config={"replicas": str(REPLICAS), "seed": "7"},
+            fingerprint={"torch": "2.13.0"},
         )
+        await self._say(self._stub.Join, request)
 
     async def _beat(self) -> None:
         """Sends heartbeats as ranks do: a Report or a Ready replaces one."""
@@ -344,13 +339,12 @@ class Member:
 
     async def _ready(self, generation: int, version: int) -> None:
         self.version = version
-        replicas = self._fleet.replicas
         request = pb.ReadyRequest(
             **self._me,
             generation=generation,
             version=version,
-            stages=[self._rank // replicas],
-            num_stages=self._fleet.world_size // replicas,
+            stages=[self._rank // REPLICAS],
+            num_stages=self._fleet.world_size // REPLICAS,
         )
         await self._renew(self._stub.Ready, request)
 
@@ -373,8 +367,8 @@ class Member:
                 await asyncio.sleep(RETRY_PAUSE_S)
 
 
-async def run_members(address: str, members: int, replicas: int, ranks: range) -> None:
-    fleet = Fleet(address, members, replicas, ranks)
+async def run_members(address: str, members: int, first: int) -> None:
+    fleet = Fleet(address, members, range(first, members, PROCESSES))
     loop = asyncio.get_running_loop()
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         order = json.loads(line)
@@ -388,5 +382,4 @@ async def run_members(address: str, members: int, replicas: int, ranks: range) -
 
 
 if __name__ == "__main__":
-    address, members, replicas, first, step = sys.argv[1:]
-    asyncio.run(run_members(address, int(members), int(replicas), range(int(first), int(members), int(step))))
+    asyncio.run(run_members(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))

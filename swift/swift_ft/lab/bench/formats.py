@@ -17,16 +17,15 @@ import math
 import mmap
 import os
 import random
-import shutil
 import struct
 import time
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -163,12 +162,8 @@ def lost(saved: Any, loaded: Any) -> set[str]:
         return {TYPE}
     if isinstance(saved, torch.Tensor):
         return _lost_of_tensor(saved, loaded)
-    if isinstance(saved, np.ndarray):
-        if saved.dtype != loaded.dtype:
-            return {DTYPE}
-        if saved.shape != loaded.shape:
-            return {SHAPE}
-        return set() if saved.tobytes() == loaded.tobytes() else {BITS}
+    if isinstance(saved, np.ndarray):  # copies: strides of arrays are not compared
+        return _lost_of_tensor(torch.from_numpy(saved.copy()), torch.from_numpy(loaded.copy()))
     if isinstance(saved, tuple | list):
         if len(saved) != len(loaded):
             return {SHAPE}
@@ -216,86 +211,65 @@ Wait = Callable[[], None]
 """Returns when the saved state is complete, and durable if requested. Raises the format's own errors."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Format(ABC):
+class Format(NamedTuple):
+    save: Callable[[State, Path, bool], Wait]
+    """save(state, place, fsync) returns when the state may change again."""
+    load: Callable[[Path, State], State]
+    """load(place, like): `like` is the saved state; formats that load in place get its structure, not its content."""
     fsync: tuple[bool, ...] = (False, True)
     """Supported choices of fsync: without (False), with (True), or both."""
 
-    @abstractmethod
-    def save(self, state: State, place: Path, fsync: bool) -> Wait:
-        """Saves, and returns when the state may change again."""
 
-    @abstractmethod
-    def load(self, place: Path, like: State) -> State:
-        """Loads the state. `like` is the saved one; formats that load in place get its structure, not its content."""
+def _one_file(write: Callable[[State, Path], None], read: Callable[[Path], State]) -> Format:
+    """Makes a format of a function that writes a file and one that reads it."""
 
-
-@dataclass(frozen=True, slots=True)
-class OneFile(Format):
-    """A format with one function that writes a file and one that reads it."""
-
-    write: Callable[[State, Path], None]
-    read: Callable[[Path], State]
-
-    def save(self, state: State, place: Path, fsync: bool) -> Wait:
+    def save_file(state: State, place: Path, fsync: bool) -> Wait:
         path = place / "state"
-        self.write(state, path)
+        write(state, path)
         if fsync:
             with path.open("rb") as file:
                 os.fsync(file)
             sync_directory(place)
         return lambda: None
 
-    def load(self, place: Path, like: State) -> State:
-        return self.read(place / "state")
+    return Format(save_file, lambda place, _like: read(place / "state"))
 
 
-@dataclass(frozen=True, slots=True)
-class Swift(Format):
+def _swift(*, sync: bool) -> Format:
     """swift's own checkpoints. They are always durable, by contract."""
 
-    sync: bool
-
-    def save(self, state: State, place: Path, fsync: bool) -> Wait:
+    def save_checkpoint(state: State, place: Path, fsync: bool) -> Wait:
         store = CheckpointStore(place, 0, Reading())
-        store.save(1, state, lambda _version: None, lambda _unsaved: None, sync=self.sync)
+        store.save(1, state, lambda _version: None, lambda _unsaved: None, sync=sync)
         return store.wait
 
-    def load(self, place: Path, like: State) -> State:
-        loaded: State = CheckpointStore(place, 0, Reading()).load(1)
-        return loaded
+    return Format(save_checkpoint, lambda place, _like: CheckpointStore(place, 0, Reading()).load(1), (True,))
 
 
-@dataclass(frozen=True, slots=True)
-class Dcp(Format):
-    """torch.distributed.checkpoint, by one process alone."""
+def _save_dcp(state: State, place: Path, fsync: bool, *, asynchronous: bool) -> Wait:
+    """Saves by torch.distributed.checkpoint, in one process alone."""
+    writer = FileSystemWriter(place, sync_files=fsync)
+    future: Any = None
+    with alone():
+        if asynchronous:
+            future = async_save(state, storage_writer=writer, no_dist=True)
+        else:
+            save(state, storage_writer=writer, no_dist=True)
 
-    asynchronous: bool
-
-    def save(self, state: State, place: Path, fsync: bool) -> Wait:
-        writer = FileSystemWriter(place, sync_files=fsync)
-        with alone():
-            if not self.asynchronous:
-                save(state, storage_writer=writer, no_dist=True)
-                return lambda: _sync_if(place, fsync)
-            future: Any = async_save(state, storage_writer=writer, no_dist=True)
-
-        def wait() -> None:
+    def wait() -> None:
+        if future is not None:
             future.result()
-            _sync_if(place, fsync)
+        if fsync:
+            sync_directory(place)
 
-        return wait
-
-    def load(self, place: Path, like: State) -> State:
-        into: State = _blank(like)
-        with _arrays_too():
-            load_dcp(into, place)
-        return into
+    return wait
 
 
-def _sync_if(place: Path, fsync: bool) -> None:
-    if fsync:
-        sync_directory(place)
+def _load_dcp(place: Path, like: State) -> State:
+    into: State = _blank(like)
+    with _arrays_too():
+        load_dcp(into, place)
+    return into
 
 
 def _blank(value: Any) -> Any:
@@ -406,14 +380,14 @@ def _read_hdf5(path: Path) -> State:
 
 
 FORMATS: dict[str, Format] = {
-    "swift sync": Swift(sync=True, fsync=(True,)),
-    "swift async": Swift(sync=False, fsync=(True,)),
-    "dcp": Dcp(asynchronous=False),
-    "dcp async": Dcp(asynchronous=True),
-    "torch": OneFile(torch.save, _read_torch),
-    "safetensors": OneFile(_write_safetensors, _read_safetensors),
-    "npz": OneFile(_write_npz, _read_npz),
-    "hdf5": OneFile(_write_hdf5, _read_hdf5),
+    "swift sync": _swift(sync=True),
+    "swift async": _swift(sync=False),
+    "dcp": Format(partial(_save_dcp, asynchronous=False), _load_dcp),
+    "dcp async": Format(partial(_save_dcp, asynchronous=True), _load_dcp),
+    "torch": _one_file(torch.save, _read_torch),
+    "safetensors": _one_file(_write_safetensors, _read_safetensors),
+    "npz": _one_file(_write_npz, _read_npz),
+    "hdf5": _one_file(_write_hdf5, _read_hdf5),
 }
 
 
@@ -432,33 +406,28 @@ def measure(size: int, rounds: int, names: Sequence[str], place: Path) -> tuple[
     state, found, lost = make(size, seed=0), Rounds(), Losses()
     kinds = [(name, fsync) for name in names for fsync in FORMATS[name].fsync]
     for number in range(-1, rounds):
-        measured: dict[str, dict[str, float]] = {}
+        if number == 0:
+            found = Rounds()  # the first one was a warm-up
         with _folder(place, "nothing can be saved") as folder:
-            measured[LIMITS] = limits(state, folder / "limit")
+            found.note_all(LIMITS, limits(state, folder / "limit"))
         for name, fsync in kinds:
             with _folder(place, f"{name} cannot save or load") as folder:
-                measured[f"{name} {fsync}"], loaded = save_and_load(state, folder, name, fsync)
+                figures, loaded = save_and_load(state, folder, name, fsync)
+            found.note_all(f"{name} {fsync}", figures)
             if number < 0:
                 lost[name] = losses(state, loaded)
-        if number >= 0:
-            for at, figures in measured.items():
-                for figure, value in figures.items():
-                    found.note(f"{at} {figure}", value)
     return case(size, rounds, kinds, found), lost
 
 
 @contextmanager
 def _folder(place: Path, failed: str) -> Iterator[Path]:
     """Gives an empty folder, which is gone afterwards. Turns any error into a ServiceError in one line."""
-    folder = place / "state"
-    folder.mkdir()
     try:
-        yield folder
+        with TemporaryDirectory(dir=place, ignore_cleanup_errors=True) as folder:
+            yield Path(folder)
     except (Exception, CheckpointException) as error:  # noqa: BLE001  (whatever a format's library raises)
         said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ServiceError(f"bench checkpoint: {failed}: {said}") from None
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def save_and_load(state: State, folder: Path, name: str, fsync: bool) -> tuple[dict[str, float], State]:

@@ -24,7 +24,7 @@ import numpy as np
 from swift_ft.cli_parser import Parser
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.lab.bench import output
-from swift_ft.lab.bench.output import Rounds, Worker
+from swift_ft.lab.bench.output import Rounds, Service, Worker
 from swift_ft.log import admin
 from swift_ft.log.memory import keep_freed_memory, page_aligned
 from swift_ft.log.reader import LogReader
@@ -135,39 +135,21 @@ def read(address: str, name: str, size: int, count: int) -> None:
 # --- the log ---
 
 
-class Server:
-    """A log server process on its own directory."""
-
-    def __init__(self, pid: int, address: str, log: Path) -> None:
-        self.pid, self.address, self._log = pid, address, log
-        self._jobs = 0
-        self.begin_job()
-
-    def begin_job(self) -> None:
-        """Begins a new, empty job."""
-        self._jobs += 1
-        self.job = f"bench-{self._jobs}"
-        admin.fence(self.address, self.job, GENERATION, 10.0)
-
-    def next_job(self) -> None:
-        """Drops the records of the current job, and begins a new one."""
-        admin.drop(self.address, self.job, force=True, timeout_s=TIMEOUT_S)
-        self.begin_job()
-
-    def cool(self) -> None:
-        """Evicts the segments from the page cache."""
-        for path in self._log.rglob("*.seg"):
-            descriptor = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
+def cool(log: Path) -> None:
+    """Evicts the segments from the page cache."""
+    for path in log.rglob("*.seg"):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
 
 
-def move(server: Server, role: str, streams: Sequence[str], size: int, total: int) -> dict[str, float]:
-    """Moves `total` bytes in records of `size` over all `streams` concurrently. Returns rates and CPU costs."""
+def move(server: Service, role: str, streams: Sequence[str], size: int, total: int) -> dict[str, float]:
+    """Moves `total` bytes in records of `size` over all `streams` (JOB/STREAM) concurrently. Returns rates and CPU
+    costs."""
     count = max(1, total // len(streams) // size)
     with ExitStack() as stack:
         workers = [
-            stack.enter_context(Worker(__name__, role, server.address, f"{server.job}/{stream}", size, count))
+            stack.enter_context(Worker(__name__, role, server.address, stream, size, count))
             for stream in streams
         ]
         before = output.cpu_s(server.pid)
@@ -190,19 +172,21 @@ def measure(directory: Path, total: int, rounds: Rounds) -> None:
     rounds.note(DISK_READ, total / 1e6 / from_disk(probe, total))
     probe.unlink()
 
-    def case(name: str, role: str, writers: int, size: int) -> None:
-        for figure, value in move(server, role, [f"s{n}.F" for n in range(writers)], size, total).items():
-            rounds.note(f"{name} {figure}", value)
+    def case(name: str, role: str, job: str, writers: int, size: int) -> None:
+        streams = [f"{job}/s{n}.F" for n in range(writers)]
+        rounds.note_all(name, move(server, role, streams, size, total))
 
     log = directory / "log"
-    with output.service("swift_ft_services.logserver", directory, "--directory", str(log)) as (pid, address):
-        server = Server(pid, address, log)
+    with output.service("swift_ft_services.logserver", directory, "--directory", str(log)) as server:
         for name, size in SIZES.items():
-            case(f"append {name}", "append", 1, size)
-            server.cool()
-            case(f"read {name}", "read", 1, size)
-            server.next_job()
-        case(TOGETHER, "append", WRITERS, SIZES[SHARED_SIZE])
+            job = f"bench-{size}"
+            admin.fence(server.address, job, GENERATION, 10.0)
+            case(f"append {name}", "append", job, 1, size)
+            cool(log)
+            case(f"read {name}", "read", job, 1, size)
+            admin.drop(server.address, job, force=True, timeout_s=TIMEOUT_S)
+        admin.fence(server.address, "bench-writers", GENERATION, 10.0)
+        case(TOGETHER, "append", "bench-writers", WRITERS, SIZES[SHARED_SIZE])
 
 
 # --- what comes out ---

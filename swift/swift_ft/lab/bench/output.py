@@ -10,10 +10,10 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.lab.drill.cluster import Process, await_address
@@ -56,15 +56,11 @@ class Worker:
         self.tell("")
 
     def tell(self, line: str) -> None:
-        """Sends a line to the process. Raises ServiceError if it has ended."""
+        """Sends a line to the process. That it has ended is seen when its answer is read."""
         assert self._process.stdin is not None
-        try:
+        with suppress(OSError):
             self._process.stdin.write(f"{line}\n")
             self._process.stdin.flush()
-        except OSError:
-            raise ServiceError(
-                f"a process of the benchmark ended with exit code {self._process.wait()}"
-            ) from None
 
     def result(self) -> dict[str, Any]:
         """Returns the measurements that the process prints. Raises ServiceError if it prints an ``error``."""
@@ -74,14 +70,19 @@ class Worker:
         return result
 
 
+class Service(NamedTuple):
+    pid: int
+    address: str
+
+
 @contextmanager
-def service(module: str, directory: Path, *flags: str) -> Iterator[tuple[int, str]]:
-    """Runs a service of swift, and gives its (pid, address). Raises ServiceError if it does not start."""
+def service(module: str, directory: Path, *flags: str) -> Iterator[Service]:
+    """Runs a service of swift. Raises ServiceError if it does not start."""
     path = directory / "address"
     words = [module, *flags, "--address-file", str(path)]
     process = Process(module, words, os.environ, directory / "output", last=signal.SIGTERM)
     try:
-        yield process.pid, await_address(process, path)
+        yield Service(process.pid, await_address(process, path))
     finally:
         process.stop(STOP_S)
 
@@ -114,6 +115,10 @@ class Rounds:
     def note(self, name: str, value: float) -> None:
         self.values[name].append(value)
 
+    def note_all(self, name: str, figures: Mapping[str, float]) -> None:
+        for figure, value in figures.items():
+            self.note(f"{name} {figure}", value)
+
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
         began = time.monotonic()
@@ -123,11 +128,10 @@ class Rounds:
     def median(self, name: str) -> float:
         return float(statistics.median(self.values[name]))
 
-    def ratios(self, name: str, over: str) -> list[float]:
-        return [one / other for one, other in zip(self.values[name], self.values[over], strict=True)]
-
     def ratio(self, name: str, over: str) -> float:
-        return statistics.median(self.ratios(name, over))
+        """Returns the median of the rounds' ratios."""
+        pairs = zip(self.values[name], self.values[over], strict=True)
+        return statistics.median(one / other for one, other in pairs)
 
     def summary_ms(self, name: str) -> dict[str, float]:
         """Returns median and maximum of seconds, in milliseconds."""

@@ -214,30 +214,25 @@ def recording_on(device: str, rounds: int, slice_steps: int) -> list[dict[str, A
 def evaluate_device(rounds: Sequence[Mapping[str, Any]], slice_steps: int) -> dict[str, Any]:
     """Computes waits in a step, the host time of a record, and how many late copies the training stream waits for in a
     step: of the rank that waits most, over the median copy of its slice."""
-    waits = {
-        mode: [max(rank["waits"] for rank in answers) / slice_steps for answers in (r[mode] for r in rounds)]
-        for mode in ("without", "recording", LATE)
-    }
-    records_s = [second for r in rounds for rank in r["recording"] for second in rank["records_s"]]
-    held = [
-        max(
-            rank["held_s"] / slice_steps / statistics.median(rank["copies_s"])
-            for rank in r[LATE]
-            if rank["copies_s"]
-        )
-        for r in rounds
-    ]
-    ratios = [
-        max(rank["seconds"] for rank in r["recording"]) / max(rank["seconds"] for rank in r["without"])
-        for r in rounds
-    ]
+
+    def most(mode: str, name: str) -> list[float]:
+        """Returns for each round the value of the rank that has most."""
+        return [max(rank[name] for rank in r[mode]) for r in rounds]
+
+    def every(mode: str, name: str) -> float:
+        """Returns the median over all rounds, ranks and records."""
+        return float(statistics.median(second for r in rounds for rank in r[mode] for second in rank[name]))
+
+    waits = {mode: [n / slice_steps for n in most(mode, "waits")] for mode in ("without", "recording", LATE)}
+    late = [[rank for rank in r[LATE] if rank["copies_s"]] for r in rounds]
+    held = [max(rank["held_s"] / statistics.median(rank["copies_s"]) for rank in ranks) for ranks in late]
+    steps_s = zip(most("recording", "seconds"), most("without", "seconds"), strict=True)
     found = {
         "waits": {mode: max(seen) for mode, seen in waits.items()},
-        "record_us": 1e6 * statistics.median(records_s),
-        "late_copy_ms": 1e3
-        * statistics.median(s for r in rounds for rank in r[LATE] for s in rank["copies_s"]),
-        "copies_waited_for": statistics.median(held),
-        "step_ratio": statistics.median(ratios),
+        "record_us": 1e6 * every("recording", "records_s"),
+        "late_copy_ms": 1e3 * every(LATE, "copies_s"),
+        "copies_waited_for": statistics.median(held) / slice_steps,
+        "step_ratio": statistics.median(one / other for one, other in steps_s),
     }
     more = max(max(waits[mode]) for mode in ("recording", LATE)) > min(waits["without"])
     return found | {"verdict": "FAIL" if more or found["copies_waited_for"] > ONE_COPY else "PASS"}

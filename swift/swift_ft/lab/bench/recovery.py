@@ -102,7 +102,6 @@ def run(arguments: Any) -> dict[str, Any]:
                 )
             cases = [summary(name, rounds[name], quiet[name]) for name in quiet]
             write_json(arguments.json, {"bench": "recovery", **document, "cases": cases})
-    cases = [summary(name, rounds[name], quiet[name]) for name in quiet]
     cases += [{"system": name, "missing": why} for name, why in missing.items()]
     reached = goals(cases)
     show(text(cases, reached))

@@ -31,7 +31,6 @@ RUN = "{run}"
 """Placeholder in the script's arguments for the run's directory."""
 THREADS = "OMP_NUM_THREADS"
 _STEPS_MIN = 4
-LOOPBACK = "127.0.0.1"
 RANK_GRACE_S = 1.0
 """Seconds between SIGTERM and SIGKILL for a rank whose run is over."""
 
@@ -148,7 +147,7 @@ class SessionRuns(_Runs):
         run = read(directory)
         started = [process for process in run.processes if process[0].rank == kill.rank][1:]
         shared = reroutes(self._config.strategy or "", self._config.lost_shard or "")
-        return Interrupted.of(run, kill.step or 0, started, session=True, shared=shared)
+        return Interrupted(run, kill.step or 0, started, session=True, shared=shared)
 
     def _follow(self, directory: Path, faults: str, *, spares: int) -> None:
         settings = {
@@ -212,21 +211,21 @@ class ScriptRuns(_Runs):
         if code != 0:
             raise ServiceError(f"the script, started again, has failed (exit code {code})\n{output}")
         started = placed(base, read(directory, 1)).processes
-        return Interrupted.of(Run((*begun.processes, *started)), kill.step, started, session=False)
+        return Interrupted(Run((*begun.processes, *started)), kill.step, started, session=False)
 
     def _run(self, directory: Path, start: int, environment: Mapping[str, str]) -> tuple[int, str]:
         """Executes one start. Returns (exit code, last output lines) of the first failed rank, or (0, ""). Ends all
         processes."""
         records = _records(directory, start)
         make_directory(records)
-        shared = {**own_environment(), **_meeting(), **environment}
+        shared = {**own_environment(), **_as_torchrun(self._config.ranks), **environment}
         shared |= {ENV_RECORDS: str(records), "PYTHONUNBUFFERED": "1"}
         arguments = ["swift_ft.lab.determinism.in_script", str(self._config.script.resolve())]
         arguments += self._arguments(directory)
         ranks: list[Process] = []
         try:
             for rank in range(self._config.ranks):
-                env = {**shared, **_place(rank, self._config.ranks)}
+                env = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
                 output = directory / "output" / f"start{start}-rank{rank}.txt"
                 ranks.append(self._start_rank(f"rank{rank}", arguments, env, output, directory / "work"))
             return self._await(ranks, records)
@@ -252,16 +251,11 @@ class ScriptRuns(_Runs):
             time.sleep(POLL_S)
 
 
-def _meeting() -> dict[str, str]:
-    """Returns the rendezvous variables that torchrun sets for a script's ranks."""
-    return {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port())}
-
-
-def _place(rank: int, ranks: int) -> dict[str, str]:
-    """Returns the other variables that torchrun sets for a rank."""
-    ours = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "GROUP_RANK": 0}
+def _as_torchrun(ranks: int) -> dict[str, str]:
+    """Returns the variables that torchrun sets for all of a script's ranks."""
+    ours = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "GROUP_RANK": 0, "MASTER_PORT": free_port()}
     threads = {THREADS: "1"} if ranks > 1 and THREADS not in os.environ else {}
-    return threads | {name: str(value) for name, value in ours.items()}
+    return threads | {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in ours.items()}
 
 
 def _records(directory: Path, start: int) -> Path:

@@ -7,9 +7,9 @@ uninterrupted, interrupted             equal: done
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
-from typing import Protocol, Self
+from typing import Protocol
 
 from swift_ft.train import transcript
 from swift_ft.train.transcript import (
@@ -337,27 +337,24 @@ EQUAL, DIFFERS, NOT_DETERMINISTIC, INCONCLUSIVE = "EQUAL", "DIFFERS", "NOT DETER
 EXIT_CODES = {EQUAL: 0, DIFFERS: 1, NOT_DETERMINISTIC: 1, INCONCLUSIVE: 3}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Interrupted:
     """An interrupted run, with the step numbers of the uninterrupted one."""
 
     run: Run
     step: int
     """Step in which a rank was killed."""
-    resumed_at: int | None
-    """First step that was repeated or continued; None: no step was done by a replacement process."""
+    started: Sequence[Process]
+    """Processes that replaced lost ones."""
     session: bool
     """True for a run with a session, which continues even without a replacement process."""
     shared: bool = False
     """Ranks computed microbatches of a lost one."""
 
-    @classmethod
-    def of(
-        cls, run: Run, step: int, started: Sequence[Process], *, session: bool, shared: bool = False
-    ) -> Self:
-        """`started`: processes that replaced lost ones."""
-        resumed = min((record.step for process in started for record in process), default=None)
-        return cls(run=run, step=step, resumed_at=resumed, session=session, shared=shared)
+    @property
+    def resumed_at(self) -> int | None:
+        """First step that was repeated or continued; None: no step was done by a replacement process."""
+        return min((record.step for process in self.started for record in process), default=None)
 
     def diverges(self, base: Run, apart: Collection[str] = ()) -> Divergence | None:
         found = diverge(base, self.run, apart=apart, shared=self.shared)
@@ -402,21 +399,20 @@ def verify(runs: Runs) -> Verdict:
     """Executes the runs and compares them. Raises the errors of `runs`."""
     base = runs.uninterrupted("first")
     interrupted = runs.interrupted(base)
+    verdict = partial(Verdict, base=base, interrupted=interrupted)
     if interrupted.resumed_at is None and not interrupted.session:
-        return Verdict(word=INCONCLUSIVE, base=base, interrupted=interrupted)
+        return verdict(word=INCONCLUSIVE)
     if interrupted.diverges(base) is None:
         began_anew = interrupted.resumed_at == 0 and interrupted.step > 0
-        return Verdict(word=INCONCLUSIVE if began_anew else EQUAL, base=base, interrupted=interrupted)
+        return verdict(word=INCONCLUSIVE if began_anew else EQUAL)
     again = runs.uninterrupted("second")
     apart = sorted(unseeded(base, again))
     chance = diverge(base, again, apart=apart) or diverge(base, interrupted.before(), apart=apart)
     found = chance or interrupted.diverges(base, apart)
     if found is None:
-        return Verdict(word=EQUAL, base=base, interrupted=interrupted, apart=apart)
-    return Verdict(
+        return verdict(word=EQUAL, apart=apart)
+    return verdict(
         word=NOT_DETERMINISTIC if chance else DIFFERS,
-        base=base,
-        interrupted=interrupted,
         found=found,
         causes=[of_chance(base, found, apart)] if chance else of_resumption(base, found),
         apart=() if chance else apart,

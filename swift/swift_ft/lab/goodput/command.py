@@ -10,7 +10,8 @@ from swift_ft.lab.command_line import duration
 from swift_ft.lab.goodput import figures, report, ways
 from swift_ft.text import show, time_words
 
-PRESET_DEFAULT, REPLICA_RANKS_DEFAULT, STAGES_DEFAULT, MICROBATCHES_DEFAULT = "llama3", 128, 16, 16
+PRESET_DEFAULT, RANKS_PER_NODE_DEFAULT = "llama3", 8
+REPLICA_RANKS_DEFAULT, STAGES_DEFAULT, MICROBATCHES_DEFAULT = 128, 16, 16
 """Llama 3 405B (table 4): 8 x 16 ranks hold a replica, the pipeline has 16 stages, a replica 16 sequences in a step."""
 
 
@@ -20,7 +21,6 @@ def make_parser() -> Parser:
         description="Predicts the share of time that is training, of every strategy.",
         epilog="docs/planning.md has the model",
     )
-    parser.add_argument("--goodput", action="store_true", help=argparse.SUPPRESS)
     presets = list(figures.PRESETS)
     parser.add_argument(
         "--preset", choices=presets, default=PRESET_DEFAULT, help="a published cluster; default: %(default)s"
@@ -74,7 +74,9 @@ def request_of(options: argparse.Namespace) -> ways.Request:
 
 def _cluster(options: argparse.Namespace, preset: figures.Preset) -> ways.Cluster:
     ranks = preset.ranks if options.ranks is None else options.ranks
-    per_node = min(preset.ranks_per_node, ranks) if options.ranks_per_node is None else options.ranks_per_node
+    per_node = (
+        min(RANKS_PER_NODE_DEFAULT, ranks) if options.ranks_per_node is None else options.ranks_per_node
+    )
     replicas = options.replicas
     if replicas is None:
         whole = ranks >= REPLICA_RANKS_DEFAULT and ranks % REPLICA_RANKS_DEFAULT == 0

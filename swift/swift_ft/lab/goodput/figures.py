@@ -33,7 +33,6 @@ class Preset:
     ranks: int
     per_1000_node_days: float
     source: str
-    ranks_per_node: int = 8
 
     @property
     def mtbf_s(self) -> float:

@@ -7,7 +7,7 @@ repeated: a checkpoint, a snapshot, or the start of the step. The parts of recov
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from swift_ft.errors import UsageError
@@ -158,6 +158,8 @@ class Maker:
         """Checkpoint interval with the greatest useful share if all work since the checkpoint is repeated."""
         self._session = self._of["session_s_per_step"] / self._of["step_s"]
         self._logging = self._session + self._of["log_share"]
+        self._load = ("load", self._of["load_s"])
+        self._copy = ("copy", self._of["state_bytes"] / self._of["copy_bytes_per_s"])
 
     def _swift(self, *further: tuple[str, float], detect: bool = True) -> tuple[tuple[str, float], ...]:
         """Returns the common parts of swift's recoveries, with `further` ones."""
@@ -174,23 +176,17 @@ class Maker:
         made.append(self._by_checkpoint(REINIT, words, self._swift(*again)))
         if self._cluster.nodes > 1:
             made.append(self._snapshot())
+        replica, step_s = "a replacement copies a replica's state", self._of["step_s"]
         if self._cluster.holders > 1:
-            made.append(self._replica(REPLICA))
+            made.append(self._by_copy(REPLICA, replica, step_s, self._session))
         made.append(self._replay(REPLAY, 1))
         copies = 1 + int(self._of["helpers"])
         if self._ratio(copies) < self._ratio(1):
             made.append(self._replay(SHARED, copies))
         if self._cluster.holders > 1:
-            made += [self._replica(AUTO), *self._going_on()]
+            words = f"{replica}; else the log is replayed"
+            made += [self._by_copy(AUTO, words, step_s, self._logging), *self._going_on()]
         return made
-
-    @property
-    def _load(self) -> tuple[str, float]:
-        return "load", self._of["load_s"]
-
-    @property
-    def _copy(self) -> tuple[str, float]:
-        return "copy", self._of["state_bytes"] / self._of["copy_bytes_per_s"]
 
     def _by_checkpoint(
         self, name: str, words: str, parts: tuple[tuple[str, float], ...], every_s: float = 0.0, **more: Any
@@ -237,26 +233,20 @@ class Maker:
     def _snapshot(self) -> Way:
         stall_s, step_s = self._of["snapshot_s"], self._of["step_s"]
         every_s = self._request.snapshot_every_s
-        return Way(
-            name=SNAPSHOT,
-            words="all go back to copies in host memory; the partner of a lost node has its copy",
-            stop_parts=self._swift(self._copy),
-            work_s=max(step_s, best_work_s(stall_s, 1.0, self._mtbf_s)) if every_s is None else every_s,
-            stall_s=stall_s,
-            overhead=self._session,
-            spares=self._cluster.spares,
-            **self._behind(),
-        )
+        if every_s is None:
+            every_s = max(step_s, best_work_s(stall_s, 1.0, self._mtbf_s))
+        words = "all go back to copies in host memory; the partner of a lost node has its copy"
+        return self._by_copy(SNAPSHOT, words, every_s, self._session, stall_s=stall_s)
 
-    def _replica(self, name: str) -> Way:
-        logs = name == AUTO
-        words = "a replacement copies a replica's state" + ("; else the log is replayed" if logs else "")
+    def _by_copy(self, name: str, words: str, work_s: float, overhead: float, stall_s: float = 0.0) -> Way:
+        """Builds a strategy that copies a state of `work_s` ago at most."""
         return Way(
             name=name,
             words=words,
             stop_parts=self._swift(self._copy),
-            work_s=self._of["step_s"],
-            overhead=self._logging if logs else self._session,
+            work_s=work_s,
+            stall_s=stall_s,
+            overhead=overhead,
             spares=self._cluster.spares,
             **self._behind(),
         )
@@ -275,15 +265,14 @@ class Maker:
             words += ", and others share the replay"
             if self._cluster.replicas > 1:
                 words += " (today only of a pipeline without replicas)"
-        made = self._by_checkpoint(
+        return self._by_checkpoint(
             name,
             words,
-            self._swift(self._load),
+            self._swift(self._load, ("half a step", self._of["step_s"] / 2)),
             max(self._of["step_s"], best_work_s(self._of["save_s"], ratio, self._mtbf_s)),
             ratio=ratio,
             overhead=self._logging,
         )
-        return replace(made, stop_parts=(*made.stop_parts, ("half a step", self._of["step_s"] / 2)))
 
     def _goes_on(self, name: str, words: str, speeds: Iterable[float], **more: Any) -> Way:
         """Builds a strategy that goes on without lost nodes, at the speed for each number of missing holders."""

@@ -139,5 +139,6 @@ def main(argv: Sequence[str], ask: Callable[[str, str], pb.MeasurementsReply] = 
     """`ask(coordinator, job)` returns what the job's ranks have measured."""
     for flag, module in OTHERS.items():
         if flag in argv:
-            return int(import_with_extra(module, "plan", "lab").main(argv))
+            others = [word for word in argv if word != flag]
+            return int(import_with_extra(module, "plan", "lab").main(others))
     return run(parse(argv), ask)

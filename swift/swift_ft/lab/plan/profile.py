@@ -136,13 +136,11 @@ class Profile:
             if not isinstance(text, str) or not text.isprintable():
                 raise UsageError(f"{where}: must be one line of text, not {_shown(text)}")
         _check(self.stages, _STAGES)
-        counts = {"stage": self.stages, "boundary": self.stages - 1}
+        counts = _counts(self.stages, self.machine_of_stage)
         for attribute, rule in _RULES.items():
             value = getattr(self, attribute)
             if value is None:
                 continue
-            if rule.of == "machine":
-                counts["machine"] = self.machine_of_stage[-1] + 1
             if rule.of:
                 _length(value, rule, counts)
                 for index, entry in enumerate(value):
@@ -209,31 +207,29 @@ def parse(text: str | bytes) -> Profile:
     if version != FORMAT or isinstance(version, bool):
         raise UsageError(f"profile: must be {FORMAT}, the version of the format, not {_shown(version)}")
     stages = _check(given.pop("stages", None), _STAGES)
-    counts = {"stage": stages, "boundary": stages - 1}
-    if not isinstance(given.get("machines.of_stage", []), list):
-        raise UsageError("machines.of_stage: must be a list of machines")
     if "machines.of_stage" not in given:
         given["machines.of_stage"] = _machines(given, stages)
+    if not isinstance(given["machines.of_stage"], list):
+        raise UsageError("machines.of_stage: must be a list of machines")
+    counts = _counts(stages, given["machines.of_stage"])
     values: dict[str, Any] = {name: given.pop(name) for name in ("name", "source") if name in given}
     if "cap" in given:
         values["cap"] = _cap(given.pop("cap"))
     for attribute, rule in _RULES.items():
-        if rule.path not in given:
-            continue
-        value = given.pop(rule.path)
-        if rule.of == "machine":
-            of_stage = values["machine_of_stage"]
-            counts["machine"] = (
-                max((machine for machine in of_stage if isinstance(machine, int)), default=0) + 1
-            )
-            counts["machine"] = min(max(counts["machine"], 1), MACHINES_MAX)
-        values[attribute] = _entries(value, rule, counts) if rule.of else _check(value, rule)
+        if rule.path in given:
+            value = given.pop(rule.path)
+            values[attribute] = _entries(value, rule, counts) if rule.of else _check(value, rule)
     for path in given:
         raise UsageError(f"{_shown(path)[1:-1]}: there is no such field")
     for attribute in ("name", *_RULES):
         if attribute not in _OPTIONAL and attribute not in values:
             raise UsageError(f"{_RULES[attribute].path if attribute in _RULES else attribute}: is missing")
     return Profile(**values)
+
+
+def _counts(stages: int, machine_of_stage: Sequence[Any]) -> dict[str, int]:
+    """Returns the length of a list by what it is of. The machines may still be anything."""
+    return {"stage": stages, "boundary": stages - 1, "machine": len(set(map(str, machine_of_stage)))}
 
 
 def _flattened(document: Any) -> dict[str, Any]:

@@ -5,7 +5,6 @@ long as one replica remains there, the rest in the following stages. Throughput 
 losses, with whole backwards and 1F1B's memory, over that of the plan; both compute the whole batch.
 """
 
-import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -250,7 +249,6 @@ def make_parser() -> Parser:
         description="Predicts the throughput with which replicas do the work of lost ranks.",
         epilog="docs/adaptive.md has the model",
     )
-    parser.add_argument("--adaptive", action="store_true", help=argparse.SUPPRESS)
     for name, unit, words in (
         ("stages", "P", "of the pipeline, one on each rank"),
         ("replicas", "D", "of each stage"),
@@ -258,11 +256,13 @@ def make_parser() -> Parser:
     ):
         parser.add_argument(f"--{name}", type=int, required=True, metavar=unit, help=words)
     times = "of a forward, the backward's parts for inputs and for weights, and a transfer, in any unit; default: 1,1,1"
-    parser.add_argument("--times", type=_costs, default=Costs(), metavar="F,I,W[,TRANSFER]", help=times)
+    parser.add_argument(
+        "--times", dest="costs", type=_costs, default=Costs(), metavar="F,I,W[,TRANSFER]", help=times
+    )
     factor = "activations in memory, times those of 1F1B; default: %(default)s"
     parser.add_argument("--cap-factor", type=float, default=1.0, metavar="X", help=factor)
     losses = "up to so many ranks are lost; default: %(default)s"
-    parser.add_argument("--failures", type=int, default=2, metavar="K", help=losses)
+    parser.add_argument("--failures", dest="losses", type=int, default=2, metavar="K", help=losses)
     add_json(parser)
     return parser
 
@@ -280,18 +280,10 @@ def _costs(text: str) -> Costs:
 
 def main(argv: Sequence[str]) -> int:
     """Raises UsageError for an invalid value or a missing flag."""
-    options = make_parser().parse_args(argv)
-    check_file("--json", options.json)
-    document = build_rerouted(
-        Request(
-            stages=options.stages,
-            replicas=options.replicas,
-            microbatches=options.microbatches,
-            costs=options.times,
-            cap_factor=options.cap_factor,
-            losses=options.failures,
-        )
-    )
-    write_json(options.json, document)
+    options = vars(make_parser().parse_args(argv))
+    path = options.pop("json")
+    check_file("--json", path)
+    document = build_rerouted(Request(**options))
+    write_json(path, document)
     show(rerouted_text(document))
     return 0

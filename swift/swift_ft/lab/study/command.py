@@ -1,6 +1,5 @@
 """`swift-ft study`: runs every cell that is not done yet, and writes the study as JSON and as one HTML page."""
 
-import importlib.util
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -9,13 +8,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from swift_ft.cli_parser import Parser, check_file, write, write_json
+from swift_ft.cli_parser import Parser, check_file, import_with_extra, write, write_json
 from swift_ft.errors import UsageError
 from swift_ft.files import make_directory
 from swift_ft.lab.bench import output
 from swift_ft.lab.command_line import until_stopped
 from swift_ft.lab.drill.config import versions
-from swift_ft.lab.study import figures, page, running
+from swift_ft.lab.study import figures, running
 from swift_ft.lab.study.settings import DEFAULT, QUICK, STRATEGIES, TASKS, Cell, Settings
 from swift_ft.text import show, tell
 
@@ -62,7 +61,7 @@ class Store:
 
     def read(self, cell: Cell) -> Result | None:
         """Returns the result of a cell; None if it is still to be done, because its file is damaged as well."""
-        return _read(self.path(cell)) if self.path(cell).exists() else None
+        return _read(self.path(cell))
 
     def write(self, cell: Cell, result: Result) -> None:
         """Stores the result of a cell. Raises ServiceError if it cannot be written."""
@@ -75,7 +74,7 @@ class Store:
 def _read(path: Path) -> dict[str, Any] | None:
     try:
         return dict(json.loads(path.read_text()))
-    except (ValueError, TypeError):
+    except (FileNotFoundError, ValueError, TypeError):
         return None
 
 
@@ -167,9 +166,8 @@ def _checks(settings: Settings, results: Mapping[Cell, Result], store: Store) ->
 
 def run(argv: Sequence[str]) -> int:
     """Returns exit code 0 if all cells finished, and exact ones have their bits; else 1."""
-    if importlib.util.find_spec("torch") is None:
-        raise UsageError("study: it needs torch; pip install 'swift-ft[lab]'")
     settings, given = arguments_of(argv)
+    page = import_with_extra("swift_ft.lab.study.page", "study", "lab")
     found = study(settings, Store(given.out, settings))
     html = given.html or given.out / "study.html"
     write_json(given.json or given.out / "study.json", found)

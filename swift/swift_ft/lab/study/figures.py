@@ -8,7 +8,7 @@ run of the same strategy without failures.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from swift_ft.lab.study.settings import PLAIN, STRATEGIES, TASKS, Cell, Settings
 from swift_ft.text import table
@@ -16,22 +16,18 @@ from swift_ft.text import table
 # Means over seeds, with the 95 % interval of Student's t. Pure.
 
 
-class Estimate(NamedTuple):
-    mean: float
-    half: float | None
-    """Half width of the 95 % interval. None: there is only one value."""
-    n: int
+Estimate = Mapping[str, Any] | None
+"""``mean``; ``half``: half width of the 95 % interval, None if there is only one value; ``n``: number of values."""
 
 
-def estimate(values: Iterable[float]) -> dict[str, Any] | None:
-    """Returns the mean with its interval (an `Estimate`); None without values."""
+def estimate(values: Iterable[float]) -> Estimate:
     known = list(values)
     if not known:
         return None
     from scipy.stats import sem, t
 
     half = float(t.ppf(0.975, len(known) - 1) * sem(known)) if len(known) > 1 else None
-    return Estimate(fmean(known), half, len(known))._asdict()
+    return {"mean": fmean(known), "half": half, "n": len(known)}
 
 
 FORMAT = 1
@@ -122,46 +118,38 @@ def _row(task: str, strategy: str, rate: float, settings: Settings, results: Res
     }
 
 
-def read(row: Mapping[str, Any], name: str) -> Estimate | None:
-    found = row[name]
-    return None if found is None else Estimate(**found)
-
-
 # --- in words ---
 
 
-def number(found: Estimate | None, digits: int = 3) -> str:
+def number(found: Estimate, digits: int = 3, factor: float = 1.0) -> str:
     if found is None:
         return "-"
-    mean = f"{found.mean:.{digits}f}"
-    return mean if found.half is None else f"{mean} ± {found.half:.{digits}f}"
+    half = "" if found["half"] is None else f" ± {found['half'] * factor:.{digits}f}"
+    return f"{found['mean'] * factor:.{digits}f}{half}"
 
 
-def percent(found: Estimate | None) -> str:
-    if found is None:
-        return "-"
-    mean = f"{found.mean * 100:.0f}"
-    return f"{mean} %" if found.half is None else f"{mean} ± {found.half * 100:.0f} %"
+def percent(found: Estimate) -> str:
+    return "-" if found is None else f"{number(found, 0, 100.0)} %"
 
 
 PER_FAILURE = "seconds lost, seconds till it runs again, steps done again and batches dropped are per failure"
 
 
 def cells_of(row: Mapping[str, Any]) -> dict[str, str]:
-    calm, plain, memory = row["rate"] == 0.0, row["strategy"] == PLAIN, read(row, "memory_mib")
+    calm, plain, memory = row["rate"] == 0.0, row["strategy"] == PLAIN, row["memory_mib"]
     return {
         "strategy": "no recovery" if plain else row["strategy"],
         "same bits": f"{row['same_bits']} of {row['runs']}",
         "failures": "" if calm else f"{row['failures']} of {row['planned']}",
-        "at the end": number(read(row, "measured")),
-        "worse by": "" if plain else number(read(row, "worse")),
-        "longer by": "" if plain else percent(read(row, "overhead")),
-        "a step by": percent(read(row, "step_overhead")) if calm and not plain else "",
-        "s lost": "" if calm else number(read(row, "lost_s"), 2),
-        "s till again": "" if calm else number(read(row, "again_s"), 2),
-        "steps again": "" if calm else number(read(row, "steps_lost"), 1),
-        "dropped": "" if calm else number(read(row, "batches_dropped"), 1),
-        "memory": "" if plain else "-" if memory is None else f"{memory.mean:+.0f} MiB",
+        "at the end": number(row["measured"]),
+        "worse by": "" if plain else number(row["worse"]),
+        "longer by": "" if plain else percent(row["overhead"]),
+        "a step by": percent(row["step_overhead"]) if calm and not plain else "",
+        "s lost": "" if calm else number(row["lost_s"], 2),
+        "s till again": "" if calm else number(row["again_s"], 2),
+        "steps again": "" if calm else number(row["steps_lost"], 1),
+        "dropped": "" if calm else number(row["batches_dropped"], 1),
+        "memory": "" if plain else "-" if memory is None else f"{memory['mean']:+.0f} MiB",
     }
 
 

@@ -3,22 +3,33 @@
 import html
 import io
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from swift_ft.errors import ServiceError
+import matplotlib
+from matplotlib.figure import Figure
+
 from swift_ft.lab.study import figures
-from swift_ft.lab.study.figures import read
 from swift_ft.lab.study.settings import STRATEGIES
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 STYLE = (
     "body{font:16px/1.5 system-ui,sans-serif;max-width:1200px;margin:2rem auto;padding:0 1rem}"
     "pre{overflow-x:auto;font-size:.8rem}.drawings{display:flex;flex-wrap:wrap}svg{max-width:100%;height:auto}"
 )
 COLOURS = {strategy: f"C{number}" for number, strategy in enumerate(STRATEGIES)}
+SETTINGS: Any = {
+    "font.size": 10,
+    "font.family": "sans-serif",
+    "svg.fonttype": "none",
+    "text.parse_math": False,
+    "svg.hashsalt": "swift",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlelocation": "left",
+    "grid.color": "#d1d9e0",
+}
+"""Of matplotlib's drawings. Text stays text, and the same drawing has the same bytes."""
 
 
 def build(found: Mapping[str, Any]) -> str:
@@ -48,57 +59,23 @@ def _drawings(task: Mapping[str, Any]) -> list[str]:
     return [tradeoff([row for row in rows if row["rate"] == rate], task["apart"]) for rate in rates]
 
 
+@matplotlib.rc_context(SETTINGS)
 def tradeoff(rows: Sequence[Mapping[str, Any]], unit: str) -> str:
-    """Draws a dot for each strategy at one rate: to the right what takes longer, upwards what has learned less."""
-    figure, axes = new(5.5, 4, figures.rate_words(rows[0]["rate"]))
-    known = [(row, x, y) for row in rows if (x := read(row, "overhead")) and (y := read(row, "worse"))]
-    for row, x, y in known:
-        colour = COLOURS[row["strategy"]]
-        axes.errorbar([100 * x.mean], [y.mean], [y.half or 0.0], fmt="o", color=colour, label=row["strategy"])
+    """Draws, as SVG, a dot for each strategy at one rate: to the right what takes longer, upwards what has learned
+    less."""
+    figure = Figure(figsize=(5.5, 4), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_title(figures.rate_words(rows[0]["rate"]))
+    for row in rows:
+        x, y, strategy = row["overhead"], row["worse"], row["strategy"]
+        if x is not None and y is not None:
+            half = y["half"] or 0.0
+            axes.errorbar(
+                [100 * x["mean"]], [y["mean"]], [half], fmt="o", color=COLOURS[strategy], label=strategy
+            )
     axes.set_xlabel("longer by, %")
     axes.set_ylabel(f"worse by, {unit}")
     axes.legend()
-    return svg(figure)
-
-
-# Drawings as SVG, by matplotlib.
-
-SETTINGS: Any = {
-    "font.size": 10,
-    "font.family": "sans-serif",
-    "svg.fonttype": "none",
-    "text.parse_math": False,
-    "svg.hashsalt": "swift",
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlelocation": "left",
-    "grid.color": "#d1d9e0",
-}
-"""Text stays text, and the same drawing has the same bytes."""
-
-
-def new(width: float, height: float, title: str = "") -> "tuple[Figure, Axes]":
-    """Returns an empty drawing of this size in inches. Raises ServiceError if matplotlib is missing."""
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        if error.name != "matplotlib":
-            raise
-        raise ServiceError("matplotlib is missing here: pip install 'swift-ft[lab]'") from None
-    with matplotlib.rc_context(SETTINGS):
-        figure = Figure(figsize=(width, height), layout="constrained")
-        axes = figure.add_subplot()
-        axes.set_title(title)
-    return figure, axes
-
-
-def svg(figure: "Figure") -> str:
-    import matplotlib
-
     text = io.StringIO()
-    with matplotlib.rc_context(SETTINGS):
-        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     return text.getvalue()[text.getvalue().index("<svg") :]

@@ -55,7 +55,9 @@ def run(cell: Cell, settings: Settings, directory: Path) -> dict[str, Any]:
         report = next(iter((directory / "launcher").glob("*/failures.json")), None)
         if report is None:
             return {"failed": "the launcher has not reported the failures", "planned": failures}
-        happened = failures_of(json.loads(report.read_text()))
+        told = json.loads(report.read_text())
+        again = [failure["running_after_s"] for failure in told["failures"]]
+        happened = {"injected": told["injected"], "again_s": [each for each in again if each is not None]}
     return {"planned": failures, **marks, **happened}
 
 
@@ -155,12 +157,6 @@ def with_fewer(steps: Sequence[Mark]) -> list[tuple[int, list[int]]]:
     last = {mark["step"]: mark for mark in sorted(steps, key=lambda mark: mark["at"])}
     found = [(step, sorted(mark["parts"])) for step, mark in sorted(last.items())]
     return [(step, parts) for step, parts in found if len(parts) < RANKS]
-
-
-def failures_of(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the number of failures, and the times until the job ran again, of the launcher's report."""
-    again = [failure["running_after_s"] for failure in report["failures"]]
-    return {"injected": report["injected"], "again_s": [each for each in again if each is not None]}
 
 
 def calculate(cell: Cell, settings: Settings, result: Mapping[str, Any], directory: Path) -> dict[str, Any]:

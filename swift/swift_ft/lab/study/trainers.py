@@ -185,12 +185,9 @@ def plain(given: Mapping[str, Any]) -> None:
         loss = task.loss(model, batch_of(task, given["seed"], step, rank))
         loss.backward()  # type: ignore[no-untyped-call]
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        flat = nn.utils.parameters_to_vector(gradients)
         dist.all_reduce(flat)
-        flat /= RANKS
-        parts = torch.split(flat, [gradient.numel() for gradient in gradients])
-        for gradient, part in zip(gradients, parts, strict=True):
-            gradient.copy_(part.view_as(gradient))
+        nn.utils.vector_to_parameters(flat / RANKS, gradients)
         optimizer.step()
         mark(given["directory"], "stepped", rank=rank, step=step, parts=list(range(RANKS)))
     _mark_end(given["directory"], rank, model, task)

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,23 +83,8 @@ INEXACT = ("torchft", "torchft-tuned", "swift-lossy-forward")
 """Systems that by design continue with half of the data."""
 
 
-class Processes:
-    """Processes that one run has started, other than swift's."""
-
-    def __init__(self, directory: Path, stack: ExitStack) -> None:
-        self._directory, self._stack = directory, stack
-        self._running: list[Process] = []
-
-    def start(self, name: str, command: Sequence[str], **environment: str) -> None:
-        """Starts a process, whose output goes to a file of that name; the stack ends it."""
-        env = _environment() | environment
-        process = Process(name, command, env, self._directory / name, last=signal.SIGTERM, program=())
-        self._running.append(process)
-        self._stack.callback(process.stop, LEAVE_S)
-
-    def ended(self) -> list[bool]:
-        """Returns for each process whether it has ended, with or without success."""
-        return [process.poll() is not None for process in self._running]
+Command = tuple[str, list[str], dict[str, str]]
+"""Name of a process, to which its output goes; words; environment, beside that of all."""
 
 
 def _packages() -> str:
@@ -137,54 +122,48 @@ def run(name: str, trial: Trial, python: str) -> list[dict[str, Any]]:
             )
             _await_end(trial, lambda: cluster.poll() is not None)
             return read(trial.directory)
-        processes = Processes(directory, stack)
-        if system.peer == "torchft":
-            _start_torchft(processes, system, given, python)
-        elif system.peer == "nvrx":
-            _start_nvrx(processes, given, python)
-        else:
-            words = [python, "-P", *_torchrun(REPLICAS), "-m", f"{TRAINERS}.torchrun_trainer", given]
-            # Without this, restarted ranks find dead ranks' addresses in the agent's store and fail (torch 2.13, gloo;
-            # https://github.com/pytorch/pytorch/issues/135712).
-            processes.start("torchrun", words, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+        commands = {"torchft": _torchft, "nvrx": _nvrx, "": _torchrun}[system.peer]
+        processes: list[Process] = []
+        for process_name, words, environment in commands(system, given, python):
+            env, said = _environment() | environment, directory / process_name
+            process = Process(process_name, words, env, said, last=signal.SIGTERM, program=())
+            stack.callback(process.stop, LEAVE_S)
+            processes.append(process)
         # NVRx's ranks have no parent agent, so the victim's end does not end the run.
         over = all if system.peer == "nvrx" else any
-        _await_end(trial, lambda: over(processes.ended()))
+        _await_end(trial, lambda: over(process.poll() is not None for process in processes))
         return read(trial.directory)
 
 
-def _start_torchft(processes: Processes, system: System, given: str, python: str) -> None:
+def _torchrun(_system: System, given: str, python: str) -> Iterator[Command]:
+    words = [python, "-P", *_launcher(REPLICAS), "-m", f"{TRAINERS}.torchrun_trainer", given]
+    # Without this, restarted ranks find dead ranks' addresses in the agent's store and fail (torch 2.13, gloo;
+    # https://github.com/pytorch/pytorch/issues/135712).
+    yield "torchrun", words, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+def _torchft(system: System, given: str, python: str) -> Iterator[Command]:
     least, address = str(system.settings["least"]), f"127.0.0.1:{free_port()}"
     words = [str(Path(python).with_name("torchft_lighthouse")), "--bind", address, "--min_replicas", least]
     # 10 s as in its README; its own default is a minute.
     words += ["--join_timeout_ms", str(system.settings.get("join_ms", 10_000))]
     if "heartbeat_ms" in system.settings:
         words += ["--heartbeat_timeout_ms", str(system.settings["heartbeat_ms"])]
-    processes.start("lighthouse", words)
+    yield "lighthouse", words, {}
+    words = [python, "-P", *_launcher(1), "-m", f"{TRAINERS}.torchft_trainer", given]
     for replica in range(REPLICAS + int(system.settings.get("spares", 0))):
-        processes.start(
-            f"replica{replica}",
-            [python, "-P", *_torchrun(1), "-m", f"{TRAINERS}.torchft_trainer", given],
-            TORCHFT_LIGHTHOUSE=f"http://{address}",
-            REPLICA_GROUP_ID=str(replica),
-        )
+        environment = {"TORCHFT_LIGHTHOUSE": f"http://{address}", "REPLICA_GROUP_ID": str(replica)}
+        yield f"replica{replica}", words, environment
 
 
-def _start_nvrx(processes: Processes, given: str, python: str) -> None:
-    port = free_port()
+def _nvrx(_system: System, given: str, python: str) -> Iterator[Command]:
+    words = [python, "-P", "-m", f"{TRAINERS}.nvrx_trainer", given]
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(REPLICAS + 1)}
     for rank in range(REPLICAS + 1):  # the last one is the reserve
-        processes.start(
-            f"rank{rank}",
-            [python, "-P", "-m", f"{TRAINERS}.nvrx_trainer", given],
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(REPLICAS + 1),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-        )
+        yield f"rank{rank}", words, {"RANK": str(rank), "LOCAL_RANK": str(rank), **meeting}
 
 
-def _torchrun(processes: int) -> list[str]:
+def _launcher(processes: int) -> list[str]:
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     # Without --log-dir each run leaves an empty directory.
     return [*words, "--max-restarts", "3", "--log-dir", os.devnull]
