@@ -121,7 +121,7 @@ def test_a_cap_is_kept_at_the_least_price(drawn: Profile, data: st.DataObject) -
     cap = Cap(kind="storage_bytes", value=(size + drawn.other_bytes) * drawn.checkpoint_interval_steps)
     _, cuts, problem = report.choose(model, cap)
     assert problem == ""
-    assert model.predict(cuts).storage_bytes <= cap.value
+    assert model.costs(cuts)["storage_bytes"] <= cap.value
     assert costs(drawn, cuts)[1] <= min(r for s, r in everything if s <= size) * ROUNDING
     cap = Cap(kind="recovery_s", value=recovery * ROUNDING)
     _, cuts, problem = report.choose(model, cap)

@@ -134,18 +134,13 @@ CAPS = [
 @pytest.mark.parametrize("cap", CAPS, ids=lambda cap: cap.kind)
 def test_an_interval_keeps_to_the_cap_and_the_next_one_would_not(cap: Cap) -> None:
     """Saving takes long, so checkpoints would be rare. The model says what the cap's quantity is at an interval."""
-    measures = {
-        "storage_bytes": lambda p: p.storage_bytes,
-        "recovery_s": lambda p: p.recovery_s,
-        "worst_recovery_s": lambda p: p.worst_recovery_s,
-    }
     slow: dict[str, Any] = {"checkpoint_stall_s": 1000.0, "machine_mtbf_s": (1e6, 1e6, 2e6, 1e6)}
     for cuts in ((1,), (1, 3), (1, 2, 3)):
         found = report.option(CostModel(profile(**slow)), cuts, cap)
         assert found is not None
         assert found["limited_by_cap"]
         at, above = (
-            measures[cap.kind](CostModel(profile(checkpoint_interval_steps=steps, **slow)).predict(cuts))
+            CostModel(profile(checkpoint_interval_steps=steps, **slow)).costs(cuts)[cap.kind]
             for steps in (found["steps"], found["steps"] + 1)
         )
         assert at <= cap.value * (1 + 1e-9)
@@ -196,4 +191,4 @@ def test_the_intervals_recovery_is_the_models() -> None:
     for cuts in ((), (2,), (1, 2, 3)):
         pace = report.pace(model, cuts)
         middle_s = 101 / 2 * pace.step_s
-        assert pace.down_s + pace.ratio * middle_s == pytest.approx(model.predict(cuts).recovery_s)
+        assert pace.down_s + pace.ratio * middle_s == pytest.approx(model.expected_recovery_s(cuts))

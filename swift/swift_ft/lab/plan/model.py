@@ -7,8 +7,8 @@ j - 1; `M` microbatches; `K` steps from checkpoint to checkpoint; `d` copies of 
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,41 +18,6 @@ from swift_ft.lab.plan.profile import Profile
 Floats = NDArray[np.float64]
 Cuts = tuple[int, ...]
 """Machines at which a new group begins, without machine 0; ascending."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Group:
-    machines: tuple[int, int]
-    """Range: the first machine, and the one after the last."""
-    stages: tuple[int, int]
-    probability: float
-    """Probability that a failed machine belongs to this group."""
-    recovery_s: float
-    """Expected recovery time, given that one of its machines has failed."""
-    replay_step_s: float
-    """Time of one replayed step."""
-    copies: int
-    """Number of copies that replay in parallel."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prediction:
-    groups: tuple[Group, ...]
-    logged: tuple[int, ...]
-    """Logged boundaries; boundary b follows stage b."""
-    bytes_per_step: int
-    storage_bytes: int
-    """Log bytes from one checkpoint to the next, the maximum that is kept."""
-    overhead_s: float
-    """Time that logging adds to a step."""
-    recovery_s: float
-    """Expectation over the failed machine and the step of the failure."""
-    worst_recovery_s: float
-    """Recovery time of the slowest group; expectation over the step only."""
-    down_s: float
-    """Part of `recovery_s` that does not grow with the steps since the checkpoint."""
-    replay_ratio: float
-    """Expected time of a replayed step over the time of a step."""
 
 
 class CostModel:
@@ -199,33 +164,32 @@ class CostModel:
         held_s = 0.0 if profile.log_copy_bytes_per_s is None else most / profile.log_copy_bytes_per_s
         return max(self.step_s + held_s, most / profile.log_write_bytes_per_s) - self.step_s
 
-    def group(self, i: int, j: int) -> Group:
-        return Group(
-            machines=(i, j),
-            stages=(int(self.starts[i]), int(self.starts[j])),
-            probability=float(self.probability[i, j]),
-            recovery_s=float(self.recovery_s[i, j]),
-            replay_step_s=float(self.replay_step_s[i, j]),
-            copies=int(self.copies[i, j]),
-        )
-
-    def predict(self, cuts: Sequence[int]) -> Prediction:
-        """Predicts the cost of the groups between these cuts. `cuts`: machines before which a boundary is logged,
-        ascending."""
-        groups = tuple(self.group(i, j) for i, j in self.bounds(cuts))
+    def costs(self, cuts: Sequence[int]) -> dict[str, Any]:
+        """Predicts the costs of the groups between these cuts, as in the document of a plan (docs/planning.md). `cuts`:
+        machines before which a boundary is logged, ascending."""
         per_step = self.bytes_per_step(cuts)
-        down_s, replay_s = self.means(cuts, 0.0)
-        return Prediction(
-            groups=groups,
-            logged=tuple(self.edges[cut] for cut in cuts),
-            bytes_per_step=per_step,
-            storage_bytes=self.profile.checkpoint_interval_steps * per_step,
-            overhead_s=self.overhead_s(cuts),
-            recovery_s=self.expected_recovery_s(cuts),
-            worst_recovery_s=self.worst_recovery_s(cuts),
-            down_s=down_s,
-            replay_ratio=replay_s / self.step_s,
-        )
+        return {
+            "logged": [self.edges[cut] for cut in cuts],
+            "bytes_per_step": per_step,
+            "storage_bytes": self.profile.checkpoint_interval_steps * per_step,
+            "overhead_s": self.overhead_s(cuts),
+            "recovery_s": self.expected_recovery_s(cuts),
+            "worst_recovery_s": self.worst_recovery_s(cuts),
+        }
+
+    def groups(self, cuts: Sequence[int]) -> list[dict[str, Any]]:
+        """Describes each group. Of machines and stages it has the first one, and the one after the last."""
+        return [
+            {
+                "machines": [i, j],
+                "stages": [int(self.starts[i]), int(self.starts[j])],
+                "probability": float(self.probability[i, j]),
+                "recovery_s": float(self.recovery_s[i, j]),
+                "replay_step_s": float(self.replay_step_s[i, j]),
+                "copies": int(self.copies[i, j]),
+            }
+            for i, j in self.bounds(cuts)
+        ]
 
 
 @functools.lru_cache(maxsize=16)  # all tables are queried for the same choice

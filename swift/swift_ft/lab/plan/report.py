@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from swift_ft.lab.plan.interval import Pace
-from swift_ft.lab.plan.model import CostModel, Cuts, Floats, Prediction
+from swift_ft.lab.plan.model import CostModel, Cuts, Floats
 from swift_ft.lab.plan.profile import Cap, Profile
 from swift_ft.text import size_words, table, time_words
 
@@ -55,10 +55,6 @@ class Frontier:
     """0: exact. Else the unit, in bytes per step, to which each boundary's size was rounded up."""
 
 
-class TooManyCandidates(Exception):
-    """Raised if the frontier needs too many candidates: arbitrary sizes may give a point for every choice of groups."""
-
-
 def exact(model: CostModel, *, worst_s: float = math.inf, candidates_max: int = CANDIDATES_MAX) -> Frontier:
     """Returns the frontier of all choices in which no group takes longer than `worst_s`; without points if there is
     none."""
@@ -74,13 +70,12 @@ def exact(model: CostModel, *, worst_s: float = math.inf, candidates_max: int = 
     resolution = 0
     if most // unit <= units_max:
         frontier = on_grid(cost, sizes // unit, most // unit)
+    elif (found := by_labels(cost, sizes, candidates_max)) is not None:
+        frontier = found
     else:
-        try:
-            frontier = by_labels(cost, sizes, candidates_max)
-        except TooManyCandidates:
-            # Rounding up adds less than a unit per boundary, so the rounded sizes fit into units_max.
-            resolution = -(-most // (units_max - model.n))
-            frontier = on_grid(cost, -(-sizes // resolution), units_max)
+        # Rounding up adds less than a unit per boundary, so the rounded sizes fit into units_max.
+        resolution = -(-most // (units_max - model.n))
+        frontier = on_grid(cost, -(-sizes // resolution), units_max)
     points = _undominated(_point(model, cuts) for cuts in [*frontier, quickest])
     return Frontier(points=points, resolution_bytes=resolution)
 
@@ -164,8 +159,9 @@ def _walks(begins: NDArray[np.int32], units: Ints, ends: Ints, n: int) -> list[C
     return [tuple(row[:length][::-1].tolist()) for row, length in zip(taken, lengths, strict=True)]
 
 
-def by_labels(cost: Floats, sizes: Ints, candidates_max: int) -> list[Cuts]:
-    """Solves `on_grid` for arbitrary sizes. Raises TooManyCandidates above `candidates_max` in all."""
+def by_labels(cost: Floats, sizes: Ints, candidates_max: int) -> list[Cuts] | None:
+    """Solves `on_grid` for arbitrary sizes; None above `candidates_max` in all, since such sizes may give a point for
+    every choice of groups."""
     n = len(sizes)
     at: list[tuple[Ints, Floats]] = [(np.zeros(1, dtype=np.int64), np.zeros(1))]  # machine 0: no groups yet
     parents: list[tuple[Ints, Ints]] = [(np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))]
@@ -173,7 +169,7 @@ def by_labels(cost: Floats, sizes: Ints, candidates_max: int) -> list[Cuts]:
     for j in range(1, n + 1):
         count += sum(len(at[i][0]) for i in range(j))
         if count > candidates_max:
-            raise TooManyCandidates
+            return None
         spent = np.concatenate([at[i][0] + sizes[i] for i in range(j)])
         taken = np.concatenate([at[i][1] + cost[i, j] for i in range(j)])
         begins = np.concatenate([np.full(len(at[i][0]), i) for i in range(j)])
@@ -273,10 +269,11 @@ GROUPS_SHOWN = 16
 
 
 def build(profile: Profile, cap: Cap | None) -> dict[str, Any]:
-    """Builds the whole document. Infinite numbers become None."""
+    """Builds the whole document."""
     model = CostModel(profile)
     curve, chosen, problem = choose(model, cap)
-    prediction = model.predict(chosen)
+    groups = model.groups(chosen)
+    down_s, replay_s = model.means(chosen, 0.0)
     return {
         "plan": FORMAT,
         "name": profile.name,
@@ -288,19 +285,25 @@ def build(profile: Profile, cap: Cap | None) -> dict[str, Any]:
         "cap": None if cap is None else {cap.kind: cap.value},
         "met": not problem,
         "problem": problem,
-        "chosen": {**asdict(prediction), "logged": list(prediction.logged), "text": groups_text(prediction)},
+        "chosen": {
+            "groups": groups,
+            **model.costs(chosen),
+            "down_s": down_s,
+            "replay_ratio": replay_s / model.step_s,
+            "text": groups_text(groups),
+        },
         "frontier": {
             "exact": curve.resolution_bytes == 0,
             "resolution_bytes": curve.resolution_bytes,
-            "points": [_row(model, point.cuts) for point in curve.points],
+            "points": [{"groups": len(point.cuts) + 1, **model.costs(point.cuts)} for point in curve.points],
         },
-        "interval": _finite(intervals(model, chosen, [point.cuts for point in curve.points], cap)),
+        "interval": intervals(model, chosen, [point.cuts for point in curve.points], cap),
     }
 
 
-def groups_text(prediction: Prediction) -> str:
+def groups_text(groups: Sequence[dict[str, Any]]) -> str:
     """Formats the stages of each group as `Session.from_env(groups=...)` reads them."""
-    ends = [(first, end - 1) for first, end in (group.stages for group in prediction.groups)]
+    ends = [(first, end - 1) for first, end in (group["stages"] for group in groups)]
     return ",".join(f"{first}" if last == first else f"{first}-{last}" for first, last in ends)
 
 
@@ -326,27 +329,6 @@ def choose(model: CostModel, cap: Cap | None) -> tuple[Frontier, Cuts, str]:
     room = max(cap.value // profile.checkpoint_interval_steps - profile.other_bytes, 0)
     # A single group logs no bytes, so it is within any cap.
     return curve, [point.cuts for point in curve.points if point.edge_bytes <= room][-1], ""
-
-
-def _row(model: CostModel, cuts: Cuts) -> dict[str, Any]:
-    per_step = model.bytes_per_step(cuts)
-    return {
-        "groups": len(cuts) + 1,
-        "bytes_per_step": per_step,
-        "storage_bytes": per_step * model.profile.checkpoint_interval_steps,
-        "overhead_s": model.overhead_s(cuts),
-        "recovery_s": model.expected_recovery_s(cuts),
-        "worst_recovery_s": model.worst_recovery_s(cuts),
-        "logged": [model.edges[cut] for cut in cuts],
-    }
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(entry) for name, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # --- text ---
