@@ -28,7 +28,7 @@ from swift_ft.cli_parser import Parser, command, local_directory
 from swift_ft.credentials import CA_FILE, CERTIFICATE_FILE, ENV_CREDENTIALS, TOKEN_FILE
 from swift_ft.errors import UsageError
 from swift_ft.files import make_directory
-from swift_ft.text import job_called
+from swift_ft.text import job_called, tell
 from swift_ft.tokens import EVERY_JOB, Role, SigningKey, new_key, read_file, read_secret, write_file
 from swift_ft.tools.token import HOURS_MAX
 
@@ -141,7 +141,8 @@ def make(
     hours: float = 24.0,
     days: float = 365.0,
 ) -> Path:
-    """Makes or renews all files below `directory`; the authority and the signing key stay once they are there.
+    """Makes or renews all files below `directory`; the authority and signing keys stay once they are there. The newest
+    key signs.
 
     Args:
         hosts: names and addresses at which services are reached, beside loopback's and those known already.
@@ -152,8 +153,9 @@ def make(
     Returns the signing key. Raises UsageError if a file cannot be used.
     """
     authority = CertificateAuthority(directory / "authority")
-    keys = sorted((directory / "authority" / "signing").glob("*.pem"))
-    signing = keys[-1] if keys else new_key(directory / "authority")[0]
+    keys = list((directory / "authority" / "signing").glob("*.pem"))
+    newest = max(keys, key=lambda path: path.stat().st_mtime_ns, default=None)
+    signing = newest or new_key(directory / "authority")[0]
     key = SigningKey.load(signing, "authority")
     for holder, roles in HOLDERS.items():
         folder = directory / holder
@@ -167,6 +169,17 @@ def make(
     for public in (directory / "authority" / "verifying").glob("*.pem"):
         write_file(directory / "services" / public.name, public.read_bytes(), secret=False)
     return signing
+
+
+def only_accepted(directory: Path) -> list[Path]:
+    """Returns the keys that services accept, but that the authority's folder lacks: it may have been removed there to
+    revoke its tokens, or belong to somebody else."""
+    known = {path.name for path in (directory / "authority" / "verifying").glob("*.pem")}
+    return [
+        path
+        for path in sorted((directory / "services").glob("*.pem"))
+        if path.name not in {*known, CA_FILE, CERTIFICATE_FILE}
+    ]
 
 
 def _served(certificate: Path) -> list[str]:
@@ -236,4 +249,8 @@ def main(argv: Sequence[str]) -> int:
         f"A token that renews itself: swift-ft token --key {signing} --job '{given.job}' --role writer,replayer "
         f"--hours 1 --out {given.directory}/ranks/{TOKEN_FILE} --renew"
     )
+    for path in only_accepted(given.directory):
+        tell(
+            f"{path} is not in authority/verifying: remove it on all machines too, or its tokens still count"
+        )
     return 0

@@ -1,5 +1,6 @@
 """`swift-ft credentials init`, and processes that find their credentials by SWIFT_CREDENTIALS."""
 
+import os
 import stat
 import time
 from collections.abc import Iterator
@@ -161,6 +162,24 @@ def test_a_second_time_it_renews_and_adds_hosts(directory: Path) -> None:
     authority = Authority(directory / "services")
     new = (directory / "ranks" / "token").read_text().strip()
     assert [authority.grant(token).job for token in (old, new)] == [EVERY_JOB, EVERY_JOB]
+
+
+def test_the_newest_key_signs_and_one_that_was_removed_is_named(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (old,) = (directory / "authority" / "signing").iterdir()
+    for number in range(4):  # names are drawn: one of them is below the old one's, or above it
+        new, _ = tokens.new_key(directory / "authority")
+        os.utime(new, ns=(time.time_ns(), time.time_ns() + number * 10**9))
+        assert credentials.make(directory, []) == new
+    assert credentials.main(["init", str(directory)]) == 0
+    assert not capsys.readouterr().err
+    (directory / "authority" / "verifying" / old.name).unlink()
+    old.unlink()
+    assert credentials.main(["init", str(directory)]) == 0
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert f"{directory}/services/{old.name} is not in authority/verifying" in said
 
 
 def test_a_variable_of_one_file_goes_first(directory: Path, tmp_path: Path) -> None:
