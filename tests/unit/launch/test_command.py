@@ -370,7 +370,7 @@ def test_swifts_own_flags_come_first_in_groups() -> None:
         "torchrun's flags that are refused, with the way to go",
     ]
     assert text.startswith("Starts the ranks of a training job")
-    assert {"--spares", "--rdzv-backend"} <= set(re.findall(r"--[a-z-]+", text))
+    assert {"--spares", "--rdzv-backend"} <= set(re.findall(r"^ +(--[a-z-]+)", text, re.MULTILINE))
     assert "--max_restarts" not in text
 
 
