@@ -64,6 +64,18 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return at
 
 
+@pytest.fixture
+def directory(base: Path, tmp_path: Path) -> Path:
+    """A copy of that directory."""
+    return shutil.copytree(base / "killed", tmp_path / "meta")
+
+
+@pytest.fixture
+def truth(base: Path, tmp_path: Path) -> "Rows":
+    """What a coordinator believes that starts there."""
+    return rows_of(base / "killed", tmp_path / "truth")
+
+
 Rows = dict[str, JobRow | None]
 
 
@@ -145,9 +157,8 @@ REGIONS: dict[str, tuple[str, Callable[[bytes], dict[str, list[int]]]]] = {
 
 @pytest.mark.parametrize("region", REGIONS)
 def test_after_a_flipped_bit_it_knows_the_same_or_says_that_it_does_not(
-    base: Path, tmp_path: Path, region: str
+    base: Path, tmp_path: Path, truth: Rows, region: str
 ) -> None:
-    truth = rows_of(base / "killed", tmp_path / "truth")
     name, regions = REGIONS[region]
     data = (base / "killed" / name).read_bytes()
     draw = random.Random(region)
@@ -170,10 +181,8 @@ def test_after_a_flipped_bit_it_knows_the_same_or_says_that_it_does_not(
         assert refused == min(len(places), FLIPS)
 
 
-def test_a_refused_directory_is_left_as_it_is(base: Path, tmp_path: Path) -> None:
+def test_a_refused_directory_is_left_as_it_is(base: Path, directory: Path, truth: Rows) -> None:
     """Else a bit that was only read wrong would be lost for good, with all that is behind it in the log."""
-    directory = tmp_path / "meta"
-    shutil.copytree(base / "killed", directory)
     data = bytearray((directory / LOG).read_bytes())
     flip(data, 32 + 24 + 100, random.Random(0))
     (directory / LOG).write_bytes(data)
@@ -182,14 +191,14 @@ def test_a_refused_directory_is_left_as_it_is(base: Path, tmp_path: Path) -> Non
         assert "was acknowledged; put a copy of the whole directory back" in str(rows_or_refused(directory))
         assert {name: (directory / name).read_bytes() for name in before} == before
     (directory / LOG).write_bytes((base / "killed" / LOG).read_bytes())
-    assert rows(directory) == rows_of(base / "killed", tmp_path / "truth")
+    assert rows(directory) == truth
 
 
 @pytest.mark.parametrize("name", [FILE, LOG, ACKNOWLEDGED])
 @pytest.mark.parametrize("how", ["lost", "emptied", "older"])
-def test_a_file_that_is_lost_or_of_before_is_noticed(base: Path, tmp_path: Path, name: str, how: str) -> None:
-    directory = tmp_path / "meta"
-    shutil.copytree(base / "killed", directory)
+def test_a_file_that_is_lost_or_of_before_is_noticed(
+    base: Path, directory: Path, truth: Rows, name: str, how: str
+) -> None:
     older = base / "older" / name
     if how == "older" and older.exists():
         shutil.copy(older, directory / name)
@@ -199,7 +208,7 @@ def test_a_file_that_is_lost_or_of_before_is_noticed(base: Path, tmp_path: Path,
         (directory / name).unlink()
     found = rows_or_refused(directory)
     if how == "older" and name != LOG:  # nothing is lost: the rest is in the log
-        assert found == rows_of(base / "killed", tmp_path / "truth")
+        assert found == truth
     else:
         assert isinstance(found, str)
 
@@ -216,14 +225,11 @@ def test_a_file_that_is_lost_or_of_before_is_noticed(base: Path, tmp_path: Path,
         "DELETE FROM head",
     ],
 )
-def test_rows_that_are_missing_or_of_another_moment_are_noticed(
-    base: Path, tmp_path: Path, change: str
-) -> None:
+def test_rows_that_are_missing_or_of_another_moment_are_noticed(directory: Path, change: str) -> None:
     """In a database that is sound to SQLite."""
-    shutil.copytree(base / "killed", tmp_path / "meta")
-    with closing(sqlite3.connect(tmp_path / "meta" / FILE, isolation_level=None)) as db:
+    with closing(sqlite3.connect(directory / FILE, isolation_level=None)) as db:
         assert db.execute(change).rowcount > 0
-    assert "is damaged: " in str(rows_or_refused(tmp_path / "meta"))
+    assert "is damaged: " in str(rows_or_refused(directory))
 
 
 def test_a_commit_that_was_cut_off_is_no_damage_unless_it_was_acknowledged(tmp_path: Path) -> None:
@@ -298,12 +304,12 @@ def spoil(directory: Path, older: Path, draw: random.Random) -> str:
 
 
 @pytest.mark.parametrize("seed", range(120))
-def test_nothing_wrong_is_believed_and_nothing_is_forgotten(base: Path, tmp_path: Path, seed: int) -> None:
+def test_nothing_wrong_is_believed_and_nothing_is_forgotten(
+    base: Path, directory: Path, truth: Rows, tmp_path: Path, seed: int
+) -> None:
     draw = random.Random(seed)
-    directory = tmp_path / "meta"
-    shutil.copytree(base / "killed", directory)
     did = [spoil(directory, base / "older", draw) for _ in range(draw.choice([1, 1, 2]))]
-    truth, before = rows_of(base / "killed", tmp_path / "a"), rows_of(base / "older", tmp_path / "b")
+    before = rows_of(base / "older", tmp_path / "b")
     found = rows_or_refused(directory)
     if isinstance(found, str) or found == truth:
         return
@@ -323,9 +329,8 @@ def rows_of(directory: Path, copy: Path) -> Rows:
     return rows(copy)
 
 
-def test_every_bit_of_a_row_counts(base: Path, tmp_path: Path) -> None:
-    shutil.copytree(base / "killed", tmp_path / "meta")
-    stored = all_of(open_directory(tmp_path / "meta"))["j"]
+def test_every_bit_of_a_row_counts(directory: Path) -> None:
+    stored = all_of(open_directory(directory))["j"]
     whole = decode("j", stored)
     draw = random.Random(0)
     for _ in range(300):
@@ -337,9 +342,8 @@ def test_every_bit_of_a_row_counts(base: Path, tmp_path: Path) -> None:
         assert row is None or row == whole
 
 
-async def test_one_damaged_row_is_that_jobs_trouble(base: Path, tmp_path: Path, logs: FakeLogs) -> None:
-    shutil.copytree(base / "killed", tmp_path / "meta")
-    path = tmp_path / "meta" / FILE
+async def test_one_damaged_row_is_that_jobs_trouble(directory: Path, logs: FakeLogs) -> None:
+    path = directory / FILE
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
         db.execute("UPDATE rows SET value = replace(value, ' 1', ' 2') WHERE key = 'jobs/j/generation'")
         (count,) = db.execute("SELECT changes()").fetchone()
@@ -371,10 +375,10 @@ async def test_one_damaged_row_is_that_jobs_trouble(base: Path, tmp_path: Path, 
 
 @pytest.mark.parametrize("name", [ACKNOWLEDGED, FILE, LOG, f"{FILE}-shm"])
 @pytest.mark.parametrize("kind", ["pipe", "directory", "link", "dangling"])
-def test_something_else_in_the_place_of_its_files(base: Path, tmp_path: Path, name: str, kind: str) -> None:
+def test_something_else_in_the_place_of_its_files(
+    base: Path, directory: Path, tmp_path: Path, name: str, kind: str
+) -> None:
     """It starts without it, or says in one line why not; it never waits for it."""
-    directory = tmp_path / "meta"
-    shutil.copytree(base / "killed", directory)
     path = directory / name
     path.unlink(missing_ok=True)
     match kind:

@@ -19,7 +19,6 @@ from tests.unit.coordinator.driver_world import (
     driver_of,
     lose_rank_0,
     run_to_running,
-    running,
     sender,
 )
 
@@ -47,9 +46,8 @@ async def test_the_newest_of_each_rank(logs: FakeLogs, store: MemoryStore) -> No
     assert list(again.measurements("j").ranks) == []
 
 
-async def test_of_a_dead_rank_until_its_successor_has_measured(logs: FakeLogs, store: MemoryStore) -> None:
+async def test_of_a_dead_rank_until_its_successor_has_measured(driver: Driver) -> None:
     """A plan for its stage is made when it is dead; and nobody else may speak for it."""
-    driver = await running(logs, store, "l0")
     await driver.apply("j", measure(ONE))
     await lose_rank_0(driver)
     with pytest.raises(Refusal, match="does not hold rank 0"):

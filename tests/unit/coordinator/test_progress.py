@@ -1,12 +1,14 @@
 """How far a replay is: from a heartbeat to the status and the metrics, while it runs, and no longer."""
 
 import math
+from collections.abc import Awaitable
 from typing import cast
 
 import pytest
 
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.planner import Plan, Prediction
+from swift_ft_services.coordinator.driver import Driver
 from swift_ft_services.coordinator.job import Job
 from swift_ft_services.coordinator.job_record import State
 from swift_ft_services.coordinator.metrics import CoordinatorMetrics
@@ -25,22 +27,25 @@ def beat(job: Job, replay: pb.ReplayProgress | None) -> None:
 
 
 async def recovering(logs: FakeLogs, store: MemoryStore) -> Job:
-    driver = await running(logs, store, "l0")
+    driver = await running(logs, store)
     job = await driver.apply("j", pb.HeartbeatRequest(**sender(), version=7))
     driver.stop()
     job.row.state = State.RECOVERING
     return job
 
 
-async def test_a_rank_that_has_finished_is_at_the_last_version(logs: FakeLogs, store: MemoryStore) -> None:
+@pytest.fixture
+def job(logs: FakeLogs, store: MemoryStore) -> Awaitable[Job]:
+    return recovering(logs, store)
+
+
+async def test_a_rank_that_has_finished_is_at_the_last_version(job: Job) -> None:
     """The heartbeat that would say so never came: `swift-ft status` showed the one before, for good."""
-    job = await recovering(logs, store)
     job.row.finished[0] = 12
     assert [rank.version for rank in status_of(job, 1.0).ranks] == [12]
 
 
-async def test_in_the_status_while_it_replays(logs: FakeLogs, store: MemoryStore) -> None:
-    job = await recovering(logs, store)
+async def test_in_the_status_while_it_replays(job: Job) -> None:
     assert not status_of(job, 1.0).ranks[0].HasField("replay")
     beat(job, HALF_WAY)
     (rank,) = status_of(job, 1.0).ranks
@@ -53,8 +58,7 @@ async def test_in_the_status_while_it_replays(logs: FakeLogs, store: MemoryStore
     assert not status_of(job, 1.0).ranks[0].HasField("replay")
 
 
-async def test_gone_with_the_recovery(logs: FakeLogs, store: MemoryStore) -> None:
-    job = await recovering(logs, store)
+async def test_gone_with_the_recovery(job: Job) -> None:
     beat(job, HALF_WAY)
     job.become_fencing({}, "another rank is gone")
     assert not status_of(job, 1.0).ranks[0].HasField("replay")
@@ -62,8 +66,7 @@ async def test_gone_with_the_recovery(logs: FakeLogs, store: MemoryStore) -> Non
     assert not status_of(job, 1.0).ranks[0].HasField("replay")
 
 
-async def test_in_the_metrics(logs: FakeLogs, store: MemoryStore) -> None:
-    job = await recovering(logs, store)
+async def test_in_the_metrics(job: Job) -> None:
     metrics = CoordinatorMetrics()
     try:
         for replay, steps, seconds in (
@@ -84,8 +87,7 @@ async def test_in_the_metrics(logs: FakeLogs, store: MemoryStore) -> None:
         metrics.close()
 
 
-async def test_rehearsals_in_the_metrics(logs: FakeLogs, store: MemoryStore) -> None:
-    driver = await running(logs, store, "l0")
+async def test_rehearsals_in_the_metrics(driver: Driver) -> None:
     job = await driver.apply("j", pb.HeartbeatRequest(**sender(), version=7))
     metrics = CoordinatorMetrics()
     metrics.close()
@@ -106,9 +108,8 @@ async def test_rehearsals_in_the_metrics(logs: FakeLogs, store: MemoryStore) -> 
     [(2.0, 2.0), (0.0, 0.0), (None, None), (math.nan, None), (math.inf, None), (-1.0, None)],
 )
 async def test_what_a_rank_says_is_a_time_or_nothing(
-    said: float | None, known: float | None, logs: FakeLogs, store: MemoryStore
+    said: float | None, known: float | None, driver: Driver
 ) -> None:
-    driver = await running(logs, store, "l0")
     job = await driver.apply("j", pb.HeartbeatRequest(**sender()))
     job.row.state = State.RECOVERING
     beat = pb.HeartbeatRequest(job="j", **sender())
@@ -120,8 +121,7 @@ async def test_what_a_rank_says_is_a_time_or_nothing(
     assert job.replays == {0: pb.ReplayProgress(version=1, target=2, seconds_left=known)}
 
 
-async def test_a_prediction_is_durable_and_shown(logs: FakeLogs, store: MemoryStore) -> None:
-    job = await recovering(logs, store)
+async def test_a_prediction_is_durable_and_shown(job: Job) -> None:
     one = Prediction(rank=0, workers=3, steps=8, seconds=2.5, alone_s=6.0)
     job.row.plan = Plan(target_version=15, ranks=(), collective_source=-1, reason="r", predictions=(one,))
     again = copy_of(job.row)

@@ -4,6 +4,7 @@ nothing."""
 import shutil
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -354,14 +355,16 @@ def test_a_stub_that_is_damaged_is_no_stub(tmp_path: Path, cold: Cold) -> None:
 QUOTA, BODY = 200_000, 4_000
 
 
-def serving(directory: Path, cold: Cold) -> tuple[InProcess, Tiering]:
+@contextmanager
+def serving(directory: Path, cold: Cold) -> Iterator[tuple[InProcess, Tiering]]:
     storage = OnDisk(directory, 20_000, cold=cold.tier)
     config = EngineConfig(space=SpaceConfig(quota_bytes=QUOTA))
-    server = InProcess(storage, config, jobs=storage.recover())
-    tiering = Tiering(server.engine.state, storage, server.engine.watch)
-    tiering.start()
-    server.engine.lost = LostServers(server.engine.state, storage, server.engine.take_over)
-    return server, tiering
+    with InProcess(storage, config, jobs=storage.recover()) as server:
+        tiering = Tiering(server.engine.state, storage, server.engine.watch)
+        tiering.start()
+        server.engine.lost = LostServers(server.engine.state, storage, server.engine.take_over)
+        yield server, tiering
+        tiering.stop()
 
 
 def send(server: InProcess, begin: int, end: int) -> None:
@@ -372,8 +375,7 @@ def send(server: InProcess, begin: int, end: int) -> None:
 
 
 def test_a_job_of_several_quotas_is_taken_and_read(tmp_path: Path, cold: Cold) -> None:
-    server, tiering = serving(tmp_path, cold)
-    with server:
+    with serving(tmp_path, cold) as (server, tiering):
         send(server, 0, 120)
         space, tally = server.engine.state.space, server.engine.state.core.jobs[JOB].tally
         assert tally.bytes > 2 * QUOTA
@@ -385,20 +387,17 @@ def test_a_job_of_several_quotas_is_taken_and_read(tmp_path: Path, cold: Cold) -
         )
         tiering.stop()
         hot = tally.hot_bytes
-    server, tiering = serving(tmp_path, cold)
-    with server:
+    with serving(tmp_path, cold) as (server, _):
         assert server.engine.state.core.jobs[JOB].tally.hot_bytes == hot
         assert server.engine.administration.trim(JOB, 110) == 110
         eventually(lambda: len(cold.keys) <= 1)
         server.engine.administration.drop(JOB, force=True)
         eventually(lambda: cold.keys == [])
         assert server.engine.state.space.server.used_bytes == 0
-        tiering.stop()
 
 
 def test_a_flipped_bit_in_an_object_is_damage_of_that_record(tmp_path: Path, cold: Cold) -> None:
-    server, tiering = serving(tmp_path, cold)
-    with server:
+    with serving(tmp_path, cold) as (server, tiering):
         send(server, 0, 60)
         eventually(lambda: len(cold.keys) >= 2)
         tiering.stop()
@@ -446,10 +445,8 @@ def lost(tmp_path: Path, cold: Cold) -> Iterator[tuple[InProcess, str]]:
     folder = storage.cold_folder(JOB)
     storage.close()
     shutil.rmtree(tmp_path / "lost")
-    server, tiering = serving(tmp_path / "other", cold)
-    with server:
+    with serving(tmp_path / "other", cold) as (server, _):
         yield server, folder
-        tiering.stop()
 
 
 def test_another_server_reads_what_a_lost_one_has_moved(
@@ -606,8 +603,7 @@ def test_what_a_reset_has_dropped_is_not_moved_before_it_is_removed(tmp_path: Pa
 
 def test_what_a_reset_has_dropped_is_not_found_behind_it(tmp_path: Path, cold: Cold) -> None:
     """Objects are removed later, and the server may be lost before that."""
-    server, tiering = serving(tmp_path, cold)
-    with server:
+    with serving(tmp_path, cold) as (server, _):
         before = admin.fence(server.address, JOB, 1, 10.0)
         send(server, 0, 40)
         eventually(lambda: len(cold.keys) >= 2)
@@ -621,13 +617,11 @@ def test_what_a_reset_has_dropped_is_not_found_behind_it(tmp_path: Path, cold: C
         assert cold.tier.keys(after) == []
         cold.fails = False
         eventually(lambda: not cold.keys)
-        tiering.stop()
 
 
 def test_what_follows_a_reset_is_in_no_segment_with_what_was_before_it(tmp_path: Path, cold: Cold) -> None:
     """Records may follow before anything is removed, and the server may be lost then."""
-    server, tiering = serving(tmp_path / "lost", cold)
-    with server:
+    with serving(tmp_path / "lost", cold) as (server, tiering):
         tiering.stop()
         admin.fence(server.address, JOB, 1, 10.0)
         send(server, 0, 3)
@@ -638,14 +632,12 @@ def test_what_follows_a_reset_is_in_no_segment_with_what_was_before_it(tmp_path:
         server.engine.administration._janitor_work.put(removed.set)
         assert removed.wait(20)
         assert server.storage.move_oldest(JOB) is not None
-    other, tiering = serving(tmp_path / "other", cold)
-    with other:
+    with serving(tmp_path / "other", cold) as (other, _):
         (moved,) = admin.inventory(other.address, JOB, 10.0, folder)
         assert (moved.first_step, moved.corrupt) == (1, False)
         records = list(records_of(other.read(follow=True, cold=folder)))
         assert [record.key.step for record in records] == list(range(1, 1 + moved.records))
         assert bytes(records[0].body) == body_of(3, BODY)
-        tiering.stop()
 
 
 def test_no_record_of_before_the_reset_counts_wherever_it_is(tmp_path: Path, cold: Cold) -> None:

@@ -105,6 +105,12 @@ def taken(consumer: Consumer) -> RingEntry | None:
     return entry
 
 
+def one_of(consumer: Consumer) -> RingEntry:
+    entry = taken(consumer)
+    assert entry is not None
+    return entry
+
+
 def body_of(number: int, size: int) -> bytes:
     return random.Random(number).randbytes(min(size, 1024)) * (size // 1024 + 1)
 
@@ -282,8 +288,7 @@ def test_bodies_that_somebody_else_writes_come_out_in_order_and_not_before_they_
         write(world, first, body)
         world.producer.complete(first)
         world.producer.wait(first)
-        entry = taken(world.consumer)
-        assert entry is not None
+        entry = one_of(world.consumer)
         assert (entry.key.step, bytes(entry.body)) == (4 * number, body)
         assert taken(world.consumer) is None
         world.producer.complete(second)
@@ -301,8 +306,7 @@ def test_a_body_that_never_comes_is_never_seen(kind: str) -> None:
     place(world, 1, 100)
     world.push(b"behind", 2)
     world.producer.close()  # does not wait for it
-    entry = taken(world.consumer)
-    assert entry is not None
+    entry = one_of(world.consumer)
     assert bytes(entry.body) == b"before"
     assert taken(world.consumer) is None
     del entry
@@ -323,8 +327,7 @@ def test_bodies_of_many_pieces_are_whole_when_a_wait_is_over(kind: str) -> None:
         ctypes.memset(addresses[1], 0, len(bodies[1]))  # at once, while a piece may be on its way
         ctypes.memset(addresses[0], 0, len(bodies[0]))
         for n in range(2):
-            entry = taken(world.consumer)
-            assert entry is not None
+            entry = one_of(world.consumer)
             assert (entry.key.microbatch, bytes(entry.body)) == (n, wanted[n])
             world.consumer.release(entry.end)
         del entry
@@ -338,8 +341,7 @@ def test_now_is_now(world: World) -> None:
     world.producer.push(header, address, len(body), True)
     body[:] = b"\2" * len(body)
     world.producer.wait(world.producer.reserved)
-    entry = taken(world.consumer)
-    assert entry is not None
+    entry = one_of(world.consumer)
     assert set(entry.body) == {1}
 
 
@@ -360,8 +362,7 @@ def test_a_sleeping_consumer_is_woken(world: World) -> None:
         assert world.push(b"x") > 0
         assert woken.wait(5.0)
         thread.join()
-        entry = taken(world.consumer)
-        assert entry is not None
+        entry = one_of(world.consumer)
         world.consumer.release(entry.end)
         del entry
 
