@@ -3,7 +3,7 @@
 import hashlib
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +71,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     leave_out(config, items, getattr(config, "workerinput", {}).get("passed", []))
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[Path, str], None]:
+    """Holds what came out to a golden file, or writes it there."""
+
+    def check(path: Path, text: str) -> None:
+        if request.config.getoption("--rewrite"):
+            path.write_text(text)
+        assert path.read_text() == text
+
+    return check
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,6 @@
 """Runs a transcript against the core: commands in, effects and views out.
 
-A transcript is a text file of blocks: commands, `----`, what they gave, an empty line. Lines that begin with
-`#` are comments. Commands, with fields as `name=value`:
+Commands, with fields as `name=value` (tests/transcripts.py says how the file is read):
 
     join rank= [inc=] [pid=] [world=] [host=]            ready rank= generation= version= [stages=] [of=] [shard=]
          [seed=] [torch=] [strategy=] [undo=] [helpers=]
@@ -404,14 +403,3 @@ def _view(row: JobRow) -> str:
         where = " ".join(f"{s.stream}={','.join(s.servers)}" for s in view.plan.sources)
         parts.append(f"read {where}")
     return "; ".join(parts)
-
-
-def rerun(text: str) -> str:
-    """The transcript with what its commands give now."""
-    world = World()
-    out: list[str] = []
-    for block in text.strip("\n").split("\n\n"):
-        commands = block.split("\n----", 1)[0].split("\n")
-        given = [line for command in commands if not command.startswith("#") for line in world.run(command)]
-        out += [*commands, "----", *given, ""]
-    return "\n".join(out)

@@ -1,8 +1,9 @@
 """The log's state machine, by transcripts: tests/golden/log/core. `pytest --rewrite`, then review the diff.
 
-Each block is commands, a line of dashes, and what came out. Commands are a verb and ``name=value`` pairs.
+Commands are a verb and ``name=value`` pairs.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from swift_ft_services.logserver.core import (
     Refused,
     StreamState,
 )
+from tests.transcripts import rerun
 from tests.unit.log.frames import JOB, frame_of
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "log" / "core"
@@ -138,30 +140,10 @@ def said(refusal: Refusal) -> str:
     return f"REFUSED {refusal.reason}: {refusal.message}"
 
 
-def rerun(text: str) -> str:
-    interpreter = Interpreter()
-    blocks = []
-    for block in text.strip().split("\n\n"):
-        commands = block.split("\n----")[0]
-        out = [
-            line
-            for command in commands.splitlines()
-            if not command.startswith("#")
-            for line in interpreter.run(command)
-        ]
-        blocks.append("\n".join([commands, "----", *out]))
-    return "\n\n".join(blocks) + "\n"
-
-
 def test_there_are_transcripts() -> None:
     assert TRANSCRIPTS
 
 
 @pytest.mark.parametrize("path", TRANSCRIPTS, ids=lambda path: path.stem)
-def test_transcript(path: Path, request: pytest.FixtureRequest) -> None:
-    expected = path.read_text()
-    given = rerun(expected)
-    if request.config.getoption("--rewrite"):
-        path.write_text(given)
-    else:
-        assert given == expected
+def test_transcript(path: Path, golden: Callable[[Path, str], None]) -> None:
+    golden(path, rerun(path.read_text(), Interpreter().run))

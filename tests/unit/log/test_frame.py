@@ -2,6 +2,7 @@
 
 import itertools
 import struct
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -91,7 +92,7 @@ def resealed(frame: bytes, offset: int, layout: str, value: int | bytes) -> byte
     return bytes(changed)
 
 
-def test_the_bytes_of_a_frame_do_not_change(request: pytest.FixtureRequest) -> None:
+def test_the_bytes_of_a_frame_do_not_change(golden: Callable[[Path, str], None]) -> None:
     """What is on a disk today must be readable for ever."""
     frames = [
         make_frame(bytes(range(16)), "bfloat16", (2, 4))[1],
@@ -104,9 +105,7 @@ def test_the_bytes_of_a_frame_do_not_change(request: pytest.FixtureRequest) -> N
         "\n".join(frame[at : at + 16].hex(" ") for at in range(0, len(frame), 16)) + "\n\n"
         for frame in frames
     )
-    if request.config.getoption("--rewrite"):
-        GOLDEN.write_text(text)
-    assert GOLDEN.read_text() == text
+    golden(GOLDEN, text)
     for frame in frames:
         read_back(frame)
 

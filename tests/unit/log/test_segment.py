@@ -1,5 +1,6 @@
 """How a segment file ends, and that damage is never taken for an end: the whole table of cases."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,13 +28,10 @@ def sequences(path: Path, *, last: bool = True) -> list[int]:
     return [record.header.sequence for record in walk(path, last=last).records if not record.damaged]
 
 
-def test_the_bytes_of_a_segment_do_not_change(request: pytest.FixtureRequest) -> None:
-    golden = Path(__file__).parents[2] / "golden" / "log" / "segment.txt"
+def test_the_bytes_of_a_segment_do_not_change(golden: Callable[[Path, str], None]) -> None:
     data = segment_bytes(7, 1, sealed=True)
     text = "\n".join(data[at : at + 16].hex(" ") for at in range(0, len(data), 16)) + "\n"
-    if request.config.getoption("--rewrite"):
-        golden.write_text(text)
-    assert golden.read_text() == text
+    golden(Path(__file__).parents[2] / "golden" / "log" / "segment.txt", text)
 
 
 def test_clean_and_sealed(tmp_path: Path) -> None:
