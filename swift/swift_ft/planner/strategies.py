@@ -16,8 +16,9 @@ carry strategies out through `swift_ft.train.strategies.TABLE`, which has the sa
 4. In `swift/swift_ft/train/strategies.py`: a `Restore`, and its entry in the table there. `restore` leaves the rank
    with the state of `RankPlan.from_version`; the replay up to the target, if there is one, follows automatically.
 5. Tests: a case in `tests/unit/recovery/test_strategies.py`; its own rules in the brute-force checker
-   (`tests/unit/recovery/situations.py`), which shares no code with the planner; a transcript in
-   `tests/golden/coordinator`; a drill. Docs: `docs/protocol.md`, and `docs/faults.md` if it has new faults.
+   (`tests/unit/recovery/situations.py`), which shares no code with the planner; transcripts in
+   `tests/golden/planner` and `tests/golden/coordinator`; a drill. Docs: `docs/protocol.md`, and `docs/faults.md` if it
+   has new faults.
 
 A strategy that gets a rank to a version by itself, or by a copy, needs no change in `plan()`, in the codec
 (`swift/swift_ft/coordinator_messages.py`) or in the engine. A strategy that needs more from a rank's report adds a

@@ -1,6 +1,7 @@
 """plan(): by transcripts (tests/golden/planner, read as `planned` says; `pytest --rewrite`, then review the diff), and
 against all that could be planned, over random situations."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,14 +28,9 @@ AT_10 = (0, 10)
 
 
 @pytest.mark.parametrize("name", ["pipelines", "replicas", "groups", "help", "snapshots"])
-def test_transcript(name: str, request: pytest.FixtureRequest) -> None:
+def test_transcript(name: str, golden: Callable[[Path, str], None]) -> None:
     path = GOLDEN / f"{name}.txt"
-    wanted = path.read_text()
-    given = rerun(wanted)
-    if request.config.getoption("--rewrite"):
-        path.write_text(given)
-    else:
-        assert given == wanted
+    golden(path, rerun(path.read_text()))
 
 
 def test_bad_input_is_named() -> None:

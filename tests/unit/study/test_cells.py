@@ -212,3 +212,16 @@ def test_a_repair_is_waited_for_by_a_python_whose_path_has_a_space(
     flags = given["launcher_flags"]
     check = shlex.split(flags[flags.index("--health-check") + 1])
     assert check == [sys.executable, "-S", "-c", "import time; time.sleep(2.0)"]
+
+
+@pytest.mark.parametrize("missing", ["torch", "matplotlib"])
+def test_a_library_that_is_missing_is_named_before_the_first_run(
+    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.delitem(sys.modules, "swift_ft.lab.study.page", raising=False)
+    monkeypatch.setattr(command, "study", lambda *_: pytest.fail("a cell is run"))
+    with pytest.raises(
+        UsageError, match=rf"^study: {missing} is not installed: pip install 'swift-ft\[lab\]'$"
+    ):
+        command.run(["--out", str(tmp_path / "study")])

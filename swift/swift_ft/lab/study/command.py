@@ -1,5 +1,6 @@
 """`swift-ft study`: runs every cell that is not done yet, and writes the study as JSON and as one HTML page."""
 
+import importlib.util
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -166,6 +167,8 @@ def _checks(settings: Settings, results: Mapping[Cell, Result], store: Store) ->
 
 def run(argv: Sequence[str]) -> int:
     """Returns exit code 0 if all cells finished, and exact ones have their bits; else 1."""
+    if importlib.util.find_spec("torch") is None:  # for its runs; it is not imported here
+        raise UsageError("study: torch is not installed: pip install 'swift-ft[lab]'")
     settings, given = arguments_of(argv)
     page = import_with_extra("swift_ft.lab.study.page", "study", "lab")
     found = study(settings, Store(given.out, settings))
