@@ -101,17 +101,17 @@ class SetUp:
                     self._membership.join_newest()
                 told = self._read_of_earlier(work.key)
                 if told is None:
-                    work.carry_out(self._membership.generation)
-                    if not work.alike:
-                        self._put(f"{work.key}/{self._rank}", self._result(work, work.forms))
-                    self._put(work.key, self._result(work, work.forms if work.alike else []))
+                    generation = self._membership.generation
+                    work.carry_out(generation)
+                    self._put_own(work, generation)
+                    forms = work.forms if work.alike else []
+                    self._put(work.key, self._result(work, forms, generation))
                 else:
                     self._answer(work, told)
                 return
             except (Interrupted, RuntimeError) as error:
                 if self._alone:
                     raise
-                work.take_back()  # done again by all, unless one of them has told the result
                 self._failures.handle(error, self._membership.generation)
 
     def agree(self, made: Sequence[str]) -> None:
@@ -149,7 +149,10 @@ class SetUp:
                 f"rank {self._rank} comes to dist.{work.name} {work.forms} before session.run, and the others came to "
                 f"dist.{told['name']} {told['forms']} there: make the same calls in every process"
             )
-        if not work.completed:  # else it has its result, of the generation in which the others told theirs
+        if work.has_results_of(told["generation"]):
+            self._put_own(work, told["generation"])
+        else:
+            work.take_back()
             own = told if work.alike else self._own(work, told)
             if not self._alone and (own is None or (not work.kept and not self._membership.has_run)):
                 raise ServiceError(
@@ -169,13 +172,18 @@ class SetUp:
         own = self._read(f"{work.key}/{self._rank}")
         return own if own is not None and own["generation"] == told["generation"] else None
 
-    def _result(self, work: "SetUpWork", forms: Any) -> dict[str, Any]:
+    def _put_own(self, work: "SetUpWork", generation: int) -> None:
+        """Keeps this rank's result of a collective that gives each another one, for its successor."""
+        if not work.alike:
+            self._put(f"{work.key}/{self._rank}", self._result(work, work.forms, generation))
+
+    def _result(self, work: "SetUpWork", forms: Any, generation: int) -> dict[str, Any]:
         data = work.bytes() if work.kept and forms else []
         return {
             "name": work.name,
             "forms": forms,
             "data": [b64encode(each).decode() for each in data],
-            "generation": self._membership.generation,
+            "generation": generation,
         }
 
     def _put(self, key: str, told: dict[str, Any]) -> None:
@@ -229,35 +237,40 @@ class SetUpWork(torch_private.Work):
         self._before = [result.detach().clone() for result in results]
         self._task: Task | None = None
         self._generation = 0
+        """In which the task was started."""
+        self._has_results = False
         self._over = False
 
     def submit(self, generation: int) -> None:
         self._generation = generation
-        if self.alike:
-            self._task = self._group.submit(self._run)
-            return
 
         def together(collectives: Collectives) -> None:
             self._run(collectives)
-            collectives.barrier()  # no rank goes on before all have their results
+            self._has_results = True
+            if not self.alike:
+                collectives.barrier()  # no rank tells of it before all have their results
 
         self._task = self._group.submit(together)
 
-    @property
-    def completed(self) -> bool:
-        """Returns whether the results are there, of the newest generation in which it was started."""
-        return self._task is not None and self._task.done and self._task.error is None
+    def has_results_of(self, generation: int) -> bool:
+        """(a rank has told of it in `generation`, which is over) Returns whether this rank has its results too, though
+        it may have lost the others before it knew that all had theirs."""
+        if self._task is None or self._generation != generation:
+            return False
+        with suppress(Interrupted, RuntimeError):
+            self._task.wait()  # it has ended; what a device still does of it comes first
+        return self._has_results
 
     def carry_out(self, generation: int) -> None:
         """Waits for it in this generation; starts it there unless it is under way."""
-        if self._task is None or self._generation != generation:
+        if self._task is None or self._task.error is not None or self._generation != generation:
             self.take_back()
             self.submit(generation)
         assert self._task is not None
         self._task.wait()
 
     def take_back(self) -> None:
-        self._task = None
+        self._task, self._has_results = None, False
         for result, earlier in zip(self._results, self._before, strict=True):
             result.detach().copy_(earlier)
 
@@ -280,7 +293,7 @@ class SetUpWork(torch_private.Work):
         return True
 
     def is_completed(self) -> bool:
-        return self._over or self.completed
+        return self._over or (self._task is not None and self._task.done and self._task.error is None)
 
     def get_future(self) -> Any:
         self.wait()
