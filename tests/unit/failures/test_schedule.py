@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from swift_ft.errors import UsageError
 from swift_ft.fault_grammar import Fault
 from swift_ft.lab.failures import schedule
-from swift_ft.lab.failures.schedule import schedule_of
+from swift_ft.lab.failures.schedule import FAILURES_MAX, schedule_of
 from tests.unit.failures.drawn import any_distribution, any_fault
 
 
@@ -24,7 +24,7 @@ def test_entries_round_trip(entries: list[Fault]) -> None:
 def test_a_schedule_as_text_is_the_same_schedule(spec: str, ranks: int) -> None:
     made = schedule_of(spec, ranks)
     if made.faults:
-        assert schedule_of(str(made), ranks).faults == made.faults
+        assert schedule_of("\n".join(map(str, made.faults)), ranks).faults == made.faults
 
 
 def test_failures_come_in_their_order() -> None:
@@ -71,6 +71,23 @@ def test_the_report_of_a_run_is_a_file_of_its_failures(tmp_path: Path) -> None:
         ("rank=1,step=1;rank=9,at=2", "rank must be 0 to 3"),
         ("trace=nowhere.csv", "No such file"),
         (";".join(f"rank={n % 4},step={n}" for n in range(501)), "501 failures: 500 are the most"),
+        ("every=often,mtbf=3,count=1", "one of exponential, weibull"),
+        ("every=weibull,mtbf=3,count=1", "weibull needs shape=K"),
+        ("every=exponential,mtbf=3,count=1,shape=0.5", "shape needs every=weibull"),
+        ("every=exponential,count=1", "mtbf is missing"),
+        ("every=exponential,mtbf=0,count=1", "mtbf must be a number from 0.001"),
+        ("every=exponential,mtbf=1e3,count=1", "from 0.001 to 1000000000, in digits, not '1e3'"),
+        ("every=exponential,mtbf=nan,count=1", "mtbf must be a number"),
+        ("every=exponential,mtbf=3", "until=STEP, or count=N"),
+        ("every=exponential,mtbf=3,count=0", f"count must be 1 to {FAILURES_MAX}"),
+        ("every=exponential,mtbf=3,count=1,per_host=0", "per_host must be at least 1"),
+        ("every=exponential,mtbf=3,count=1,lemon=3", "lemon needs lemons=K"),
+        ("every=exponential,mtbf=3,count=1,lemons=9", "lemons must be 0 to 4"),
+        ("every=exponential,mtbf=3,count=1,together=2", "together must be a number from 0 to 1"),
+        ("every=exponential,mtbf=3,count=1,unit=days", "one of steps, seconds"),
+        ("every=exponential,mtbf=3,count=1,kind=slow,for=1", "kind=slow needs factor=F"),
+        ("every=exponential,mtbf=3,count=1,rank=2", "unknown key 'rank'"),
+        ("every=exponential,mtbf=0.01,until=1000", f"more than {FAILURES_MAX} failures"),
     ],
 )
 def test_refuses(given_: str, word: str) -> None:

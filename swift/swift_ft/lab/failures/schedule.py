@@ -1,16 +1,8 @@
 """Schedules of failures: SPEC and FILE, distributions, traces (``trace=FILE,per=0.5``); `swift-ft failures`.
 
-A trace is CSV (RFC 4180) in UTF-8. Its first line names the columns, in any order; unknown columns are ignored:
-
-    node     the failed node: a name; or, if all of them are numbers, the number of a host of the job
-    start    time of the failure, 0 or more, in a unit of the file's own
-    end      time of its recovery, in the same unit; empty: never
-    kind     kill, stop, hang or slow; empty or no such column: that of the schedule, else kill
-
-``per``: units of the file in one step (with ``unit=seconds``: in one second). A killed process is replaced at once,
-however long its node was away. ``from`` and ``until`` select a part of the file, in its unit. Nodes with names are
-mapped to hosts by the seed: as many nodes are drawn as the job has hosts. ``nodes``: number of nodes including those
-that never failed, so that the failure rate per host is the real one.
+A distribution is drawn by a seed. Every host is a renewal process of its own, new at the start, with a generator of its
+own: a longer run, or one with more hosts, has the same failures and more. A trace is CSV (RFC 4180) in UTF-8, whose
+first line names the columns. docs/drills.md lists the keys of both, and the columns.
 """
 
 import csv
@@ -20,7 +12,7 @@ import os
 import random
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,21 +33,6 @@ from swift_ft.fault_grammar import (
 from swift_ft.files import read_given
 from swift_ft.text import WORLD_SIZE_MAX, parse_json, show, whole_number
 
-# Failures drawn by a seed: ``every=exponential,mtbf=40,until=200,seed=7``.
-#
-# Every host is a renewal process of its own, new at the start: the times between its failures are drawn independently.
-# ``mtbf`` is the mean of that time. With N identical hosts, a job sees a failure every mtbf / N.
-#
-#     exponential    memoryless: a host that has just failed is as reliable as any other
-#     weibull        shape below 1: a recent failure makes another more likely (Titan's GPUs: 0.55, its memory: 0.92)
-#     lemons=K       K hosts, drawn by the seed, fail ``lemon`` times as often (default 10)
-#     together=P     with probability P all ranks of the host fail at once; else one of them, drawn
-#
-# Each host draws from a generator of its own. So a longer run, or one with more hosts, has the same failures and more.
-#
-# Times are steps, unless ``unit=seconds`` is given. A step is a place in the computation, the same in every run, so its
-# failures can be repeated bit for bit. The same second finds another run at another place.
-
 FAILURES_MAX = 500
 """Limit of one schedule: its failures are passed to ranks in an environment variable."""
 LAWS = ("exponential", "weibull")
@@ -66,25 +43,21 @@ _PHASES = (*DRAWN_PHASES, "any")
 _SEED = 10**9
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Hosts:
-    """Mapping of ranks to hosts: `per_host` consecutive ranks on each."""
-
-    ranks: int
-    per_host: int = 1
-
-    @property
-    def count(self) -> int:
-        return -(-self.ranks // self.per_host)
-
-    def ranks_of(self, host: int) -> range:
-        return range(host * self.per_host, min((host + 1) * self.per_host, self.ranks))
+def hosts_of(ranks: int, per_host: int = 1) -> list[range]:
+    """Returns the ranks of each host: `per_host` consecutive ones."""
+    return [range(first, min(first + per_host, ranks)) for first in range(0, ranks, per_host)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class What:
-    """Default effect of a failure on its host, with the same keys in every kind of schedule."""
+class Many:
+    """An entry that stands for many failures: their number, and what each does to its host."""
 
+    text: str
+    """The entry as it was given."""
+    until: float | None = None
+    seed: int = 0
+    per_host: int | None = None
+    """None: the number of ranks on each machine of the job."""
     unit: str = "steps"
     kind: str = "kill"
     for_s: float | None = None
@@ -93,21 +66,27 @@ class What:
     microbatches: int = 1
     """Number of microbatches among which ``phase=any`` draws."""
 
-    KEYS = ("unit", "kind", "for", "factor", "phase", "microbatches")
+    KEYS = ("until", "seed", "per_host", "unit", "kind", "for", "factor", "phase", "microbatches")
 
-    @classmethod
-    def of(cls, given: Fields, *, mixed: bool = False) -> "What":
-        """Parses the common keys. `mixed`: see `lasting`. Raises UsageError."""
+    @staticmethod
+    def common(given: Fields, *, mixed: bool = False) -> dict[str, Any]:
+        """Parses the keys that all have. `mixed`: see `lasting`. Raises UsageError."""
+        if given.number_or_none("per_host") == 0:
+            raise given.error("per_host must be at least 1")
         kind = given.one_of("kind", KINDS, "kill")
         for_s, factor = lasting(given, kind, mixed=mixed)
-        return cls(
-            unit=given.one_of("unit", UNITS, "steps"),
-            kind=kind,
-            for_s=for_s,
-            factor=factor,
-            phase=given.one_of("phase", _PHASES, "idle"),
-            microbatches=given.number("microbatches") if "microbatches" in given else 1,
-        )
+        return {
+            "text": given.spec,
+            "until": given.decimal("until", 0.0, 1e9),
+            "seed": given.number_or_none("seed") or 0,
+            "per_host": given.number_or_none("per_host"),
+            "unit": given.one_of("unit", UNITS, "steps"),
+            "kind": kind,
+            "for_s": for_s,
+            "factor": factor,
+            "phase": given.one_of("phase", _PHASES, "idle"),
+            "microbatches": given.number("microbatches") if "microbatches" in given else 1,
+        }
 
     def hits(self, ranks: Sequence[int], at: float, generator: random.Random) -> Iterator[RankFault]:
         """Yields the failures of these ranks of one host at time `at`, in steps or seconds."""
@@ -122,34 +101,6 @@ class What:
                 yield RankFault(rank=rank, at_s=round(at, 3), **fields_)
             else:
                 yield RankFault(rank=rank, step=int(at), phase=phase, microbatch=microbatch, **fields_)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Many:
-    """An entry that stands for many failures."""
-
-    text: str
-    """The entry as it was given."""
-    until: float | None = None
-    seed: int = 0
-    per_host: int | None = None
-    """None: the number of ranks on each machine of the job."""
-    what: What = field(default_factory=What)
-
-    KEYS = ("until", "seed", "per_host", *What.KEYS)
-
-    @staticmethod
-    def common(given: Fields, *, mixed: bool = False) -> dict[str, Any]:
-        """Parses the keys that all have. `mixed`: see `lasting`. Raises UsageError."""
-        if given.number_or_none("per_host") == 0:
-            raise given.error("per_host must be at least 1")
-        return {
-            "text": given.spec,
-            "until": given.decimal("until", 0.0, 1e9),
-            "seed": given.number_or_none("seed") or 0,
-            "per_host": given.number_or_none("per_host"),
-            "what": What.of(given, mixed=mixed),
-        }
 
     def __str__(self) -> str:
         return self.text
@@ -196,16 +147,16 @@ class Drawn(Many):
             **cls.common(given),
         )
 
-    def faults(self, hosts: Hosts, flag: str = "--failures") -> list[Fault]:
+    def faults(self, hosts: Sequence[range], flag: str = "--failures") -> list[Fault]:
         """Returns the failures of a job with these hosts, in order of time. Raises UsageError for too many failures, or
         for more lemons than hosts."""
-        if self.lemons > hosts.count:
-            raise UsageError(f"{flag} {self}: lemons must be 0 to {hosts.count}, the hosts of this job")
-        lemons = random.Random(f"lemons {self.seed}").sample(range(hosts.count), self.lemons)
+        if self.lemons > len(hosts):
+            raise UsageError(f"{flag} {self}: lemons must be 0 to {len(hosts)}, the hosts of this job")
+        numbers = range(len(hosts))
+        lemons = random.Random(f"lemons {self.seed}").sample(numbers, self.lemons)
         found: list[Fault] = []
-        for number, (at, host) in enumerate(
-            heapq.merge(*(self._times(host, host in lemons) for host in range(hosts.count)))
-        ):
+        merged = heapq.merge(*(self._times(host, host in lemons) for host in numbers))
+        for number, (at, host) in enumerate(merged):
             if number == self.count:
                 break
             if len(found) >= FAILURES_MAX:
@@ -213,9 +164,9 @@ class Drawn(Many):
                     f"{flag} {self}: more than {FAILURES_MAX} failures: lower until, or raise mtbf"
                 )
             generator = random.Random(f"hit {self.seed} {host} {at!r}")
-            there = hosts.ranks_of(host)
+            there = hosts[host]
             all_of_it = generator.random() < self.together
-            found += self.what.hits(there if all_of_it else [generator.choice(there)], at, generator)
+            found += self.hits(there if all_of_it else [generator.choice(there)], at, generator)
         return found
 
     def _times(self, host: int, is_lemon: bool) -> Iterator[tuple[float, int]]:
@@ -331,11 +282,11 @@ class Traced(Many):
             **cls.common(given, mixed=True),
         )
 
-    def faults(self, hosts: Hosts, flag: str = "--failures") -> list[Fault]:
+    def faults(self, hosts: Sequence[range], flag: str = "--failures") -> list[Fault]:
         """Returns the failures of a job with these hosts, in order of time. Raises UsageError if the file is no trace,
         names a host that does not exist, or has too many failures or none in the selected part."""
         outages = read_trace(Path(self.path), flag)
-        host_of = self._hosts_of(outages, hosts, flag)
+        host_of = self._host_numbers(outages, len(hosts), flag)
         found: list[Fault] = []
         for outage in outages:
             inside = self.begin <= outage.start < (math.inf if self.until is None else self.until)
@@ -348,35 +299,35 @@ class Traced(Many):
                 )
             generator = random.Random(f"hit {self.seed} {host} {outage.start!r}")
             at = (outage.start - self.begin) / self.per
-            found += self._what(outage, flag).hits(hosts.ranks_of(host), at, generator)
+            found += self._of(outage, flag).hits(hosts[host], at, generator)
         if not found:
             raise UsageError(f"{flag} {self}: none of its failures is of this job: give from, until or seed")
         return found
 
-    def _what(self, outage: Outage, flag: str) -> What:
-        """Merges the schedule's defaults with what the row says of its failure. Raises UsageError for a missing key."""
-        kind, for_s = outage.kind or self.what.kind, self.what.for_s
-        if for_s is None and self.what.unit == "seconds" and outage.end is not None:
+    def _of(self, outage: Outage, flag: str) -> "Traced":
+        """Returns this schedule with what the row says of its failure. Raises UsageError for a missing key."""
+        kind, for_s = outage.kind or self.kind, self.for_s
+        if for_s is None and self.unit == "seconds" and outage.end is not None:
             for_s = round((outage.end - outage.start) / self.per, 3)
         if kind == "slow" and for_s is None:
             raise UsageError(f"{flag} {self}: kind=slow needs for=SECONDS, as steps have no length")
-        if kind == "slow" and self.what.factor == 1.0:
+        if kind == "slow" and self.factor == 1.0:
             raise UsageError(f"{flag} {self}: kind=slow needs factor=F, more than 1")
-        return replace(self.what, kind=kind, for_s=for_s)
+        return replace(self, kind=kind, for_s=for_s)
 
-    def _hosts_of(self, outages: Sequence[Outage], hosts: Hosts, flag: str) -> dict[str, int]:
+    def _host_numbers(self, outages: Sequence[Outage], hosts: int, flag: str) -> dict[str, int]:
         names = list(dict.fromkeys(outage.node for outage in outages))
         numbers = {name: number for name in names if (number := whole_number(name)) is not None}
         if len(numbers) == len(names):
-            if missing := [number for number in numbers.values() if number >= hosts.count]:
+            if missing := [number for number in numbers.values() if number >= hosts]:
                 raise UsageError(
-                    f"{flag} {self.path}: there is no host {missing[0]}: hosts are 0 to {hosts.count - 1}"
+                    f"{flag} {self.path}: there is no host {missing[0]}: hosts are 0 to {hosts - 1}"
                 )
             return numbers
         count = len(names) if self.nodes is None else self.nodes
         if count < len(names):
             raise UsageError(f"{flag} {self}: nodes must be at least {len(names)}, those that have failed")
-        drawn = random.Random(f"nodes {self.seed}").sample(range(count), min(hosts.count, count))
+        drawn = random.Random(f"nodes {self.seed}").sample(range(count), min(hosts, count))
         return {names[node]: host for host, node in enumerate(drawn) if node < len(names)}
 
 
@@ -398,9 +349,6 @@ class Schedule:
     """Entries as text."""
     faults: tuple[Fault, ...]
     """First those with a step, in its order; then those with a time, in its order; then those with neither."""
-
-    def __str__(self) -> str:
-        return "\n".join(map(str, self.faults))
 
 
 def parse_entry(text: str, flag: str = "--failures") -> Entry:
@@ -463,8 +411,7 @@ def schedule_of(given: str, ranks: int, per_host: int = 1, flag: str = "--failur
     found: list[Fault] = []
     for entry in entries:
         if isinstance(entry, Many):
-            hosts = Hosts(ranks=ranks, per_host=entry.per_host or per_host)
-            found += entry.faults(hosts, flag)
+            found += entry.faults(hosts_of(ranks, entry.per_host or per_host), flag)
         else:
             found.append(entry)
     check_ranks(found, ranks, flag)
