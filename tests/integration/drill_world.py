@@ -19,6 +19,7 @@ from swift_ft import cli, events
 from swift_ft.lab.drill import run, timeline
 from swift_ft.lab.drill.command import parse
 from swift_ft.lab.drill.config import DrillConfig
+from swift_ft.lab.drill.facts import Twin
 from swift_ft.lab.drill.verdict_checks import losses_of
 from tests.integration.forked import CalmCluster, ForkedCluster, Forks
 from tests.integration.trainer_world import until_over
@@ -79,7 +80,7 @@ class Twins:
         with cluster:
             until_over(cluster)
         trace = events.read(place / "events")
-        made = run.Twin(digests=run.read_digests(place / "digests"), exit_code=0, losses=losses_of(trace))
+        made = Twin(digests=run.read_digests(place / "digests"), exit_code=0, losses=losses_of(trace))
         assert not timeline.recoveries(trace)
         run.store_twin(config, made, twin)
 

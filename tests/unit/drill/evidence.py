@@ -6,13 +6,12 @@ from typing import Any
 from swift_ft import fault_grammar
 from swift_ft.lab.drill import report
 from swift_ft.lab.drill.config import DrillConfig
-from swift_ft.lab.drill.facts import Evidence
+from swift_ft.lab.drill.facts import Evidence, Twin
 from swift_ft.lab.drill.topology import Topology
 from swift_ft.lab.drill.verdict_checks import DIGEST_FIELDS
 
 RANKS, STEPS = 4, 12
 KILL_STEP, CHECKPOINT = 8, 5
-PIDS = {rank: 100 + rank for rank in range(RANKS)}
 NEW_PID = 200
 
 
@@ -39,26 +38,31 @@ def digest(rank: int, version: int) -> dict[str, Any]:
 class Trace:
     """Events one after the other on a clock of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int = RANKS) -> None:
         self.t = 1000.0
         self.events: list[dict[str, Any]] = []
-        self.pids = dict(PIDS)
+        self.pids = {rank: 100 + rank for rank in range(ranks)}
+        self.there = list(range(ranks))
+        """Ranks that take part in a step."""
 
     @classmethod
-    def begun(cls, steps: int) -> "Trace":
+    def begun(cls, steps: int, ranks: int = RANKS) -> "Trace":
         """A run that has done so many steps."""
-        trace = cls()
+        trace = cls(ranks)
         trace.state("FORMING", 1)
         trace.state("RUNNING", 1)
         for step in range(steps):
             trace.step(step)
         return trace
 
-    def end(self, first: int) -> None:
+    def end(self, first: int, behind: int = STEPS) -> "Trace":
         """The steps from this one to the last."""
-        for step in range(first, STEPS):
+        for step in range(first, behind):
             self.step(step)
-        self.finish()
+        for rank in self.there:
+            self.rank(rank, "finished", version=behind, records=100, bytes=1 << 18)
+        self.state("FINISHED", 2)
+        return self
 
     def add(self, who: str, event: str, after: float = 0.01, pid: int = 1, **fields: Any) -> None:
         self.t += after
@@ -71,13 +75,12 @@ class Trace:
         self.add("coordinator", "state", after, state=state, generation=generation, reason=reason)
 
     def step(self, step: int) -> None:
-        for rank in range(RANKS):
-            self.rank(rank, "step_begin", step=step)
-        for rank in range(RANKS):
-            self.rank(rank, "step_end", step=step)
+        for name in ("step_begin", "step_end"):
+            for rank in self.there:
+                self.rank(rank, name, step=step)
 
     def kill(self, rank: int, step: int, fault: str = "fault0") -> None:
-        for each in range(RANKS):
+        for each in self.there:
             self.rank(each, "step_begin", step=step)
         self.rank(rank, "fault", id=fault, phase="backward", step=step, microbatch=3)
         self.add("launcher", "child_exit", rank=rank, pid=self.pids[rank], code=-9)
@@ -116,18 +119,31 @@ class Trace:
             filled=0,
         )
 
+    def recovers(
+        self,
+        generation: int,
+        target: int,
+        strategies: dict[int, tuple[str, int]],
+        reason: str = "rank 2 was killed by signal 9",
+        **planned: Any,
+    ) -> None:
+        """Until ranks get their state. `planned`: more of the plan."""
+        for state in ("FENCING", "PLANNING"):
+            self.state(state, generation, reason=reason)
+        self.plan(generation, target, strategies, reason)
+        self.events[-1] |= planned
+        self.state("RECOVERING", generation)
+
     def recovery(self, generation: int, victim: int) -> None:
         """By a replay, until just before its end."""
-        for state in ("FENCING", "PLANNING"):
-            self.state(state, generation)
-        self.plan(generation, KILL_STEP, kept(victim=victim))
-        self.state("RECOVERING", generation)
+        self.recovers(generation, KILL_STEP, kept(victim=victim))
         self.replay(victim, generation, CHECKPOINT, KILL_STEP)
 
-    def finish(self) -> None:
+    def restored(self, generation: int, version: int) -> None:
+        """All ranks have loaded the checkpoint."""
         for rank in range(RANKS):
-            self.rank(rank, "finished", version=STEPS)
-        self.state("FINISHED", 2)
+            self.rank(rank, "restore_begin", generation=generation)
+            self.rank(rank, "restore_end", generation=generation, version=version)
 
 
 def kept(target: int = KILL_STEP, victim: int = 2) -> dict[int, tuple[str, int]]:
@@ -151,8 +167,7 @@ def good_trace() -> Trace:
         trace.rank(rank, "group_built", generation=2)
     trace.replay(2, 2, CHECKPOINT, KILL_STEP)
     trace.state("RUNNING", 2, 0.02)
-    trace.end(KILL_STEP)
-    return trace
+    return trace.end(KILL_STEP)
 
 
 def digests(*recovered: tuple[int, int]) -> dict[str, dict[str, Any]]:
@@ -163,19 +178,30 @@ def digests(*recovered: tuple[int, int]) -> dict[str, dict[str, Any]]:
     return found
 
 
+def carried_out(trace: Trace, event: str, fault: str = "fault1", **fields: Any) -> Trace:
+    """With a fault that the drill has carried out."""
+    trace.add("drill", event, id=fault, **fields)
+    return trace
+
+
 def good(trace: Trace | None = None, **changes: Any) -> Evidence:
+    versions = range(STEPS + 1)
     evidence = Evidence(
         events=(trace or good_trace()).events,
         digests=digests((KILL_STEP, 2)),
-        twin_digests={
-            f"rank{rank}-v{version}": digest(rank, version)
-            for rank in range(RANKS)
-            for version in range(STEPS + 1)
-        },
+        twin=Twin(
+            digests={f"rank{r}-v{version}": digest(r, version) for r in range(RANKS) for version in versions},
+            exit_code=0,
+        ),
         exit_code=0,
-        twin_exit_code=0,
-        fired=frozenset({"fault0"}),
-        log={"records": 400, "bytes": 1 << 20},
         negative_control={"caught": True, "file": "s1.F/0.seg", "bit": 5000},
     )
     return replace(evidence, **changes)
+
+
+def answers(result: dict[str, Any]) -> dict[str, bool | None]:
+    return {check["name"]: check["answer"] for check in result["checks"]}
+
+
+def wrong(result: dict[str, Any]) -> dict[str, bool | None]:
+    return {name: answer for name, answer in answers(result).items() if answer is not True}

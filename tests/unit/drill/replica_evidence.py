@@ -8,12 +8,11 @@ from typing import Any
 
 from swift_ft import fault_grammar
 from swift_ft.lab.drill.config import DrillConfig
-from swift_ft.lab.drill.facts import Evidence
+from swift_ft.lab.drill.facts import Evidence, Twin
 from swift_ft.lab.drill.topology import Topology
 from swift_ft.lab.drill.verdict_checks import DIGEST_FIELDS, Losses
-from tests.unit.drill.evidence import NEW_PID, Trace
+from tests.unit.drill.evidence import CHECKPOINT, KILL_STEP, NEW_PID, STEPS, Trace, good
 
-STEPS, KILL_STEP, CHECKPOINT = 12, 8, 5
 KILL = f"rank=3,step={KILL_STEP},microbatch=1,phase=backward"
 
 
@@ -60,23 +59,18 @@ def copied(trace: Trace, generation: int = 2, joiner: int = 3, source: int = 2) 
     trace.rank(joiner, "restore_end", version=KILL_STEP, **where)
 
 
-def plan(
+def recovers(
     trace: Trace,
     strategies: dict[int, tuple[str, int]],
     generation: int = 2,
     target: int = KILL_STEP,
     sources: dict[int, list[int]] | None = None,
-    reason: str = "ok",
 ) -> None:
-    trace.plan(generation, target, strategies, reason)
-    for entry in trace.events[-1]["ranks"]:
+    """Until ranks get their state. `sources`: of ranks that get a replica's."""
+    trace.recovers(generation, target, strategies)
+    for entry in trace.events[-2]["ranks"]:
         if sources and entry["rank"] in sources:
             entry["sources"] = sources[entry["rank"]]
-
-
-def fenced(trace: Trace, generation: int = 2) -> None:
-    trace.state("FENCING", generation, 0.02, "a rank was killed by signal 9")
-    trace.state("PLANNING", generation, 0.03)
 
 
 def kept(*others: tuple[int, str], at: int = KILL_STEP) -> dict[int, tuple[str, int]]:
@@ -84,9 +78,7 @@ def kept(*others: tuple[int, str], at: int = KILL_STEP) -> dict[int, tuple[str, 
 
 
 def by_replica(trace: Trace) -> None:
-    fenced(trace)
-    plan(trace, kept((3, "REPLICA")), sources={3: [2]})
-    trace.state("RECOVERING", 2, 0.04)
+    recovers(trace, kept((3, "REPLICA")), sources={3: [2]})
     for rank in range(4):
         trace.rank(rank, "group_built", generation=2)
     copied(trace)
@@ -95,18 +87,8 @@ def by_replica(trace: Trace) -> None:
 
 def by_undo(mode: str, exact: bool) -> Recover:
     def recover(trace: Trace) -> None:
-        fenced(trace)
-        plan(trace, kept((3, "REPLICA"), (2, "UNDO")), sources={3: [2]})
-        trace.state("RECOVERING", 2, 0.04)
-        trace.rank(
-            2,
-            "undone",
-            generation=2,
-            version=KILL_STEP,
-            mode=mode,
-            exact=exact,
-            buckets=3,
-        )
+        recovers(trace, kept((3, "REPLICA"), (2, "UNDO")), sources={3: [2]})
+        trace.rank(2, "undone", generation=2, version=KILL_STEP, mode=mode, exact=exact, buckets=3)
         copied(trace)
         trace.state("RUNNING", 2, 0.02)
 
@@ -116,9 +98,7 @@ def by_undo(mode: str, exact: bool) -> Recover:
 def trace_of(
     recover: Recover = by_replica, victims: tuple[int, ...] = (3,), back_at: int = KILL_STEP
 ) -> Trace:
-    trace = Trace()
-    trace.state("FORMING", 1)
-    trace.state("RUNNING", 1)
+    trace = Trace.begun(0)
     for step in range(KILL_STEP):
         live_step(trace, step)
     for number, victim in enumerate(victims):
@@ -127,10 +107,7 @@ def trace_of(
     recover(trace)
     for step in range(back_at, STEPS):
         live_step(trace, step)
-    for rank in range(4):
-        trace.rank(rank, "finished", version=STEPS)
-    trace.state("FINISHED", 2)
-    return trace
+    return trace.end(STEPS)
 
 
 def live_step(trace: Trace, step: int) -> None:
@@ -152,15 +129,6 @@ def evidence(
 ) -> Evidence:
     ours = {f"rank{rank}-v{STEPS}": digest(rank, STEPS) for rank in range(4)}
     ours |= {f"rank{rank}-v{version}-g{generation}": digest(rank, version) for rank in range(4)}
-    values: dict[str, Any] = {
-        "events": (trace or trace_of()).events,
-        "digests": ours,
-        "twin_digests": {f"rank{r}-v{v}": digest(r, v) for r in range(4) for v in range(STEPS + 1)},
-        "exit_code": 0,
-        "twin_exit_code": 0,
-        "fired": frozenset({"fault0"}),
-        "log": {"records": 400, "bytes": 1 << 20},
-        "negative_control": {"caught": True, "file": "s1c0.F/0.seg", "bit": 5000},
-        "twin_losses": losses(),
-    }
-    return Evidence(**{**values, **changes})
+    twin = {f"rank{r}-v{v}": digest(r, v) for r in range(4) for v in range(STEPS + 1)}
+    values = {"digests": ours, "twin": Twin(digests=twin, exit_code=0, losses=losses()), **changes}
+    return good(trace or trace_of(), **values)

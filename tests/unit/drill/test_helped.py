@@ -34,7 +34,7 @@ def recovery(steps: int | None = 4, why: str = "", declined: dict[str, str] | No
 
 
 def test_who_did_what() -> None:
-    (one,) = report.helped_replays([recovery()])
+    (one,) = report.shared_replays(recovery())
     assert one["workers"] == 3
     assert one["microbatches"] == {"1": 12, "3": 12}
 

@@ -3,6 +3,7 @@
 import copy
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.unit.drill.evidence import (
     RANKS,
     STEPS,
     Trace,
+    carried_out,
     config,
     digests,
     good,
@@ -78,14 +80,9 @@ def test_phases_sum_to_the_total() -> None:
     seconds = report.build(config(), good())["recovery_seconds"]
     assert set(seconds) == {"detect", "fence", "plan", "rebuild", "restore", "replay", "rejoin", "total"}
     assert sum(seconds.values()) - seconds["total"] == pytest.approx(seconds["total"])
-    assert seconds["detect"] == pytest.approx(0.03)
-    assert seconds["fence"] == pytest.approx(0.042)
-    assert seconds["plan"] == pytest.approx(0.05)
-    assert seconds["rebuild"] == pytest.approx(0.06)
-    assert seconds["restore"] == pytest.approx(0.03)
-    assert seconds["replay"] == pytest.approx(0.35)
-    # To the step_begin of the last rank.
-    assert seconds["rejoin"] == pytest.approx(0.06)
+    # The last one is to the step_begin of the last rank.
+    wanted = {"detect": 0.03, "fence": 0.042, "plan": 0.05, "rebuild": 0.06, "restore": 0.03, "replay": 0.35}
+    assert {name: seconds[name] for name in (*wanted, "rejoin")} == pytest.approx({**wanted, "rejoin": 0.06})
 
 
 @pytest.mark.parametrize("field", DIGEST_FIELDS)
@@ -99,27 +96,27 @@ def test_a_differing_digest_fails(name: str, field: str) -> None:
     assert field in result["reason"]
 
 
+@pytest.mark.parametrize("field", ["", *DIGEST_FIELDS])
 @pytest.mark.parametrize("name", [f"rank3-v{STEPS}", f"rank0-v{KILL_STEP}-g2"])
-def test_a_missing_digest_is_inconclusive(name: str) -> None:
+def test_a_missing_digest_is_inconclusive(name: str, field: str) -> None:
+    """`field`: empty: all of them."""
     fewer = digests((KILL_STEP, 2))
-    del fewer[name]
+    if field:
+        del fewer[name][field]
+    else:
+        del fewer[name]
     result = judged(config(), good(digests=fewer), INCONCLUSIVE)
     assert result["bitwise_equal"] is None
     assert result["exact"] is False
 
 
-@pytest.mark.parametrize("field", DIGEST_FIELDS)
-def test_a_missing_digest_field_is_inconclusive(field: str) -> None:
-    fewer = digests((KILL_STEP, 2))
-    del fewer[f"rank0-v{STEPS}"][field]
-    judged(config(), good(digests=fewer), INCONCLUSIVE)
+TWIN = good().twin
 
 
 @pytest.mark.parametrize("version", [KILL_STEP, STEPS])
 def test_a_twin_without_the_digest_is_inconclusive(version: int) -> None:
-    evidence = good()
-    twin = {name: d for name, d in evidence.twin_digests.items() if name != f"rank1-v{version}"}
-    judged(config(), good(twin_digests=twin), INCONCLUSIVE)
+    known = {name: d for name, d in TWIN.digests.items() if name != f"rank1-v{version}"}
+    judged(config(), good(twin=replace(TWIN, digests=known)), INCONCLUSIVE)
 
 
 @pytest.mark.parametrize(
@@ -128,13 +125,13 @@ def test_a_twin_without_the_digest_is_inconclusive(version: int) -> None:
         ({"negative_control": None}, INCONCLUSIVE),
         ({"negative_control": {"caught": None, "reason": "no segment file"}}, INCONCLUSIVE),
         ({"negative_control": {"caught": False}}, FAIL),
-        ({"fired": frozenset()}, INCONCLUSIVE),
         ({"exit_code": 1}, FAIL),
-        ({"exit_code": None}, INCONCLUSIVE),
-        ({"exit_code": 3, "fired": frozenset()}, INCONCLUSIVE),
-        ({"twin_exit_code": 1}, INCONCLUSIVE),
-        ({"twin_exit_code": None}, INCONCLUSIVE),
-        ({"twin_recoveries": 1}, INCONCLUSIVE),
+        ({"exit_code": None}, FAIL),
+        ({"exit_code": 3, "events": Trace.begun(3).events}, INCONCLUSIVE),
+        ({"exit_code": None, "events": Trace.begun(3).events}, INCONCLUSIVE),
+        ({"twin": replace(TWIN, exit_code=1)}, INCONCLUSIVE),
+        ({"twin": replace(TWIN, exit_code=None)}, INCONCLUSIVE),
+        ({"twin": replace(TWIN, recoveries=1)}, INCONCLUSIVE),
         ({"events": []}, INCONCLUSIVE),
     ],
 )
@@ -168,9 +165,9 @@ def test_a_fault_that_left_no_trace_did_not_happen() -> None:
     events = without("child_exit")(without("fault")(good_trace().events))
     result = report.build(config(), good(events=events))
     assert result["verdict"] != PASS
-    carried_out = next(c for c in result["checks"] if c["name"] == "every fault was carried out")
-    assert carried_out["answer"] is None
-    assert "rank=2" in carried_out["detail"]
+    (check,) = [c for c in result["checks"] if c["name"] == "every fault was carried out"]
+    assert check["answer"] is None
+    assert "rank=2" in check["detail"]
 
 
 @pytest.mark.parametrize("ranks", [{0, 1, 2, 3}, {3}])
@@ -211,30 +208,18 @@ def test_a_replay_that_verified_nothing_is_inconclusive() -> None:
 # What else can happen in a recovery.
 
 
-def fallen_back(reason: str) -> Trace:
+def fallen_back_evidence(trace: Trace | None = None) -> Evidence:
     """The replacement refuses to replay; everybody goes back to the checkpoint."""
-    trace = Trace.begun(KILL_STEP)
+    reason = "record s1.F is corrupt"
+    trace = trace or Trace.begun(KILL_STEP)
     trace.kill(2, KILL_STEP)
-    trace.state("FENCING", 2, reason="rank 2 died")
-    trace.state("PLANNING", 2)
-    trace.plan(2, KILL_STEP, kept())
-    trace.state("RECOVERING", 2)
+    trace.recovers(2, KILL_STEP, kept())
     trace.rank(2, "restore_begin", generation=2)
-    trace.rank(2, "restore_end", generation=2)
-    trace.state("FENCING", 3, 0.5, reason=reason)
-    trace.state("PLANNING", 3)
-    trace.plan(3, CHECKPOINT, dict.fromkeys(range(RANKS), ("CHECKPOINT", CHECKPOINT)), reason)
-    trace.state("RECOVERING", 3)
-    for rank in range(RANKS):
-        trace.rank(rank, "restore_begin", generation=3)
-        trace.rank(rank, "restore_end", generation=3)
+    trace.rank(2, "restore_end", 0.5, generation=2)
+    trace.recovers(3, CHECKPOINT, dict.fromkeys(range(RANKS), ("CHECKPOINT", CHECKPOINT)), reason)
+    trace.restored(3, CHECKPOINT)
     trace.state("RUNNING", 3)
-    trace.end(CHECKPOINT)
-    return trace
-
-
-def fallen_back_evidence(**changes: Any) -> Evidence:
-    return good(fallen_back("record s1.F is corrupt"), digests=digests((CHECKPOINT, 3)), **changes)
+    return good(trace.end(CHECKPOINT), digests=digests((CHECKPOINT, 3)))
 
 
 def test_a_fallback_nobody_asked_for_fails() -> None:
@@ -245,11 +230,14 @@ def test_a_fallback_nobody_asked_for_fails() -> None:
 
 
 CORRUPT = (f"rank=2,step={KILL_STEP},microbatch=3", f"corrupt=log,step={KILL_STEP}")
-FLIPPED = {"fired": frozenset({"fault0", "fault1"}), "corruption": {"file": "x", "bit": 7}}
+
+
+def flipped(trace: Trace) -> Trace:
+    return carried_out(trace, "corrupted", stream="s1.F", file="x", bit=7, record="r")
 
 
 def test_a_fallback_from_a_corrupt_log_passes_but_not_as_exact() -> None:
-    result = judged(config(*CORRUPT), fallen_back_evidence(**FLIPPED))
+    result = judged(config(*CORRUPT), fallen_back_evidence(flipped(Trace.begun(KILL_STEP))))
     assert result["exact"] is False
     assert set(result["strategy"].values()) == {"checkpoint"}
     assert "corrupt" in result["recoveries"][0]["plan_reason"]
@@ -260,47 +248,37 @@ def test_a_fallback_from_a_corrupt_log_passes_but_not_as_exact() -> None:
 
 
 def test_a_corrupt_log_that_was_replayed_fails() -> None:
-    judged(config(*CORRUPT), good(**FLIPPED), FAIL, "flipped bit was replayed")
+    judged(config(*CORRUPT), good(flipped(good_trace())), FAIL, "flipped bit was replayed")
 
 
 def test_a_corruption_that_never_happened_is_inconclusive() -> None:
-    judged(config(*CORRUPT), fallen_back_evidence(fired=frozenset({"fault0"})), INCONCLUSIVE)
+    judged(config(*CORRUPT), fallen_back_evidence(), INCONCLUSIVE)
 
 
 def test_a_coordinator_killed_in_a_recovery_may_lose_a_state() -> None:
     specs = (f"rank=2,step={KILL_STEP},microbatch=3", "service=coordinator,state=planning")
-    events = without("state", state="PLANNING")(good_trace().events)
-    result = judged(config(*specs), good(events=events, fired=frozenset({"fault0", "fault1"})))
-    assert result["recovery_seconds"]["plan"] == 0
+    trace = carried_out(good_trace(), "service_killed", service="coordinator", state="PLANNING")
+    events = without("state", state="PLANNING")(trace.events)
+    assert judged(config(*specs), good(events=events))["recovery_seconds"]["plan"] == 0
 
 
 def test_two_victims_one_after_the_other() -> None:
-    trace = Trace()
-    trace.state("RUNNING", 1)
-    for step in range(STEPS):
-        if step == KILL_STEP:
-            for generation, victim in ((2, 2), (3, 1)):
-                trace.kill(victim, KILL_STEP, f"fault{generation - 2}")
-                trace.pids[victim] = NEW_PID + victim
-                trace.recovery(generation, victim)
-                trace.state("RUNNING", generation)
-                if generation == 2:
-                    for rank in range(RANKS):
-                        trace.rank(rank, "step_begin", step=KILL_STEP)
-        trace.step(step)
-    trace.finish()
+    trace = Trace.begun(KILL_STEP)
+    for generation, victim in ((2, 2), (3, 1)):
+        trace.kill(victim, KILL_STEP, f"fault{generation - 2}")
+        trace.pids[victim] = NEW_PID + victim
+        trace.recovery(generation, victim)
+        trace.state("RUNNING", generation)
+        for rank in range(RANKS):
+            trace.rank(rank, "step_begin", step=KILL_STEP)
     planned = config(*(f"rank={rank},step={KILL_STEP},microbatch=3" for rank in (2, 1)))
-    evidence = good(
-        trace, fired=frozenset({"fault0", "fault1"}), digests=digests((KILL_STEP, 2), (KILL_STEP, 3))
-    )
+    evidence = good(trace.end(KILL_STEP), digests=digests((KILL_STEP, 2), (KILL_STEP, 3)))
     result = judged(planned, evidence)
     assert [recovery["faults"] for recovery in result["recoveries"]] == [["fault0"], ["fault1"]]
     assert result["steps_replayed"] == 2 * (KILL_STEP - CHECKPOINT)
     assert result["strategy"] == {"0": "keep", "1": "replay", "2": "replay", "3": "keep"}
     total = sum(recovery["recovery_seconds"]["total"] for recovery in result["recoveries"])
     assert result["recovery_seconds"]["total"] == pytest.approx(total)
-    only_one = good(trace, fired=frozenset({"fault0"}), digests=digests((KILL_STEP, 2), (KILL_STEP, 3)))
-    judged(planned, only_one, INCONCLUSIVE)
 
 
 def test_a_replay_is_no_step_after_the_recovery_before_it() -> None:
@@ -314,12 +292,9 @@ def test_a_replay_is_no_step_after_the_recovery_before_it() -> None:
         if generation == 2:
             for rank in (0, 2, 3):
                 trace.rank(rank, "step_begin", step=KILL_STEP)
-    trace.end(KILL_STEP)
     planned = config(*(f"rank={rank},step={KILL_STEP},phase=idle" for rank in (2, 1)))
-    result = judged(
-        planned,
-        good(trace, fired=frozenset({"fault0", "fault1"}), digests=digests((KILL_STEP, 2), (KILL_STEP, 3))),
-    )
+    found = good(trace.end(KILL_STEP), digests=digests((KILL_STEP, 2), (KILL_STEP, 3)))
+    result = judged(planned, found)
     first, second = (recovery["recovery_seconds"] for recovery in result["recoveries"])
     assert first["rejoin"] > second["total"]
 
@@ -343,27 +318,22 @@ def test_a_rank_that_dies_as_a_recovery_ends_is_for_the_next_one(seen: str) -> N
                 trace.add("launcher", "child_exit", **gone)
             trace.add("coordinator", "fenced", rank=1)
             trace.pids[1] = NEW_PID + 1
-    trace.end(KILL_STEP)
     planned = config(f"rank=2,step={KILL_STEP},microbatch=3", "rank=1,phase=replay")
-    found = good(
-        trace, fired=frozenset({"fault0", "fault1"}), digests=digests((KILL_STEP, 2), (KILL_STEP, 3))
-    )
+    found = good(trace.end(KILL_STEP), digests=digests((KILL_STEP, 2), (KILL_STEP, 3)))
     result = judged(planned, found)
     assert [recovery["faults"] for recovery in result["recoveries"]] == [["fault0"], ["fault1"]]
 
 
 def test_a_drill_on_services_alone_needs_no_recovery() -> None:
-    trace = Trace.begun(STEPS)
-    trace.finish()
-    result = judged(config("service=logserver,step=4"), good(trace, digests=digests()))
+    trace = carried_out(Trace.begun(4), "service_killed", "fault0", service="logserver")
+    result = judged(config("service=logserver,step=4"), good(trace.end(4), digests=digests()))
     assert result["recoveries"] == []
     assert result["recovery_seconds"] is None
     assert result["throughput"]["before"] > 0
 
 
-def test_throughput_before_during_and_after() -> None:
+def test_throughput_before_and_after() -> None:
     rates = report.build(config(), good())["throughput"]
     # A step takes 8 events of 10 ms.
     assert rates["before"] == pytest.approx(1 / 0.08)
-    assert rates["during"] == 0
-    assert rates["after"] == pytest.approx(1 / 0.08, rel=0.05)
+    assert rates["after"] == pytest.approx(1 / 0.08)

@@ -13,22 +13,18 @@ from swift_ft.lab.drill.facts import Evidence, Facts
 from swift_ft.lab.drill.report import FAIL, INCONCLUSIVE, PASS, corrupt_copy_check
 from swift_ft.lab.drill.timeline import Recovery
 from swift_ft.planner.groups import RecoveryGroups
-from tests.unit.drill.evidence import Trace, judged
+from tests.unit.drill.evidence import CHECKPOINT, KILL_STEP, STEPS, Trace, answers, judged
 from tests.unit.drill.replica_evidence import (
-    CHECKPOINT,
     KILL,
-    KILL_STEP,
-    STEPS,
     by_replica,
     by_undo,
     config,
     copied,
     digest,
     evidence,
-    fenced,
     kept,
     losses,
-    plan,
+    recovers,
     trace_of,
 )
 from tests.unit.drill.test_report import without
@@ -37,28 +33,13 @@ Events = list[dict[str, Any]]
 ARITHMETIC = {"updates": "wait_free", "undo": "arithmetic"}
 
 
-def answer(result: dict[str, Any], name: str) -> bool | None:
-    return next(check["answer"] for check in result["checks"] if check["name"] == name)
-
-
-def changed(event: str, **fields: Any) -> Events:
-    """The good trace with other fields in every event of that name."""
-    events = copy.deepcopy(trace_of().events)
-    found = [e for e in events if e["event"] == event]
-    assert found
-    for e in found:
-        e.update(fields)
-    return events
-
-
 def test_a_copy_passes_with_nothing_replayed() -> None:
     result = judged(config(), evidence())
     assert json.loads(json.dumps(result)) == result
     assert result["exact"] is True
-    assert result["topology"]["ranks"] == 4
-    assert result["topology"]["pipeline_ranks"] == 2
-    assert result["topology"]["replicas"] == 2
-    assert result["topology"]["stages_of_rank"] == {"0": [0], "1": [0], "2": [1], "3": [1]}
+    shape = result["topology"]
+    assert (shape["ranks"], shape["pipeline_ranks"], shape["replicas"]) == (4, 2, 2)
+    assert shape["stages_of_rank"] == {"0": [0], "1": [0], "2": [1], "3": [1]}
     assert result["strategy"] == {"0": "keep", "1": "replica"}
     assert result["steps_replayed"] == 0
     assert result["microbatches_recomputed"] == 0
@@ -74,10 +55,10 @@ def test_a_copy_passes_with_nothing_replayed() -> None:
 def test_replicas_that_differ_fail_although_both_runs_agree(field: str) -> None:
     """Gradients that nobody reduces: the failure-free run is just as wrong."""
     good = evidence()
-    ours, twin = copy.deepcopy(dict(good.digests)), copy.deepcopy(dict(good.twin_digests))
+    ours, twin = copy.deepcopy(dict(good.digests)), copy.deepcopy(dict(good.twin.digests))
     for found in (ours, twin):
         found[f"rank3-v{STEPS}"][field] = "of its own"
-    result = report.build(config(), evidence(digests=ours, twin_digests=twin))
+    result = report.build(config(), evidence(digests=ours, twin=replace(good.twin, digests=twin)))
     assert result["bitwise_equal"] is True
     assert result["verdict"] == FAIL
     assert "ranks 2, 3 at the end" in result["reason"]
@@ -85,28 +66,23 @@ def test_replicas_that_differ_fail_although_both_runs_agree(field: str) -> None:
 
 def test_dp_ranks_may_be_at_different_places_of_their_data() -> None:
     assert digest(2, 3)["data"] != digest(3, 3)["data"]
-    assert answer(report.build(config(), evidence()), "replicas hold the same state") is True
+    assert answers(report.build(config(), evidence()))["replicas hold the same state"] is True
 
 
 # Another strategy than the one that was to be expected.
 
 
-def by_replay(name: str) -> Callable[[Trace], None]:
-    def recover(trace: Trace) -> None:
-        fenced(trace)
-        plan(trace, kept() | dict.fromkeys((2, 3), (name, CHECKPOINT)))
-        trace.state("RECOVERING", 2, 0.04)
-        for rank in (2, 3):
-            trace.replay(rank, 2, CHECKPOINT, KILL_STEP)
-        trace.state("RUNNING", 2, 0.02)
-
-    return recover
+def by_replay(trace: Trace) -> None:
+    recovers(trace, kept() | dict.fromkeys((2, 3), ("REPLAY", CHECKPOINT)))
+    for rank in (2, 3):
+        trace.replay(rank, 2, CHECKPOINT, KILL_STEP)
+    trace.state("RUNNING", 2, 0.02)
 
 
 def test_a_replay_beside_a_living_replica_fails_unless_it_was_asked_for() -> None:
-    found = evidence(trace_of(by_replay("REPLAY")))
+    found = evidence(trace_of(by_replay))
     result = judged(config(), found, FAIL)
-    assert answer(result, "living replicas were used") is False
+    assert answers(result)["living replicas were used"] is False
     asked = judged(config(strategy="replay"), found)
     assert asked["strategy"] == {"0": "keep", "1": "replay"}
     assert asked["microbatches_recomputed"] == 2 * 4 * (KILL_STEP - CHECKPOINT)
@@ -114,34 +90,28 @@ def test_a_replay_beside_a_living_replica_fails_unless_it_was_asked_for() -> Non
 
 def test_a_stage_without_a_living_rank_is_replayed() -> None:
     specs = (KILL, f"rank=2,step={KILL_STEP},phase=backward")
-    found = evidence(trace_of(by_replay("REPLAY"), victims=(3, 2)), fired=frozenset({"fault0", "fault1"}))
-    judged(config(*specs), found)
+    judged(config(*specs), evidence(trace_of(by_replay, victims=(3, 2))))
 
 
-@pytest.mark.parametrize(("strategy", "recover"), [("replay", by_replica), ("replica", by_replay("REPLAY"))])
+@pytest.mark.parametrize(("strategy", "recover"), [("replay", by_replica), ("replica", by_replay)])
 def test_a_strategy_that_was_not_asked_for_fails(strategy: str, recover: Callable[[Trace], None]) -> None:
     result = judged(config(strategy=strategy), evidence(trace_of(recover)), FAIL)
-    assert answer(result, "the strategy was the one asked for") is False
+    assert answers(result)["the strategy was the one asked for"] is False
 
 
 def test_what_a_superseded_generation_gave_is_still_how_it_came_back() -> None:
     """Rank 3 has its copy when rank 0 dies: in the plan that counts it keeps what it holds."""
 
     def recover(trace: Trace) -> None:
-        fenced(trace)
-        plan(trace, kept((3, "REPLICA")), sources={3: [2]})
-        trace.state("RECOVERING", 2)
+        recovers(trace, kept((3, "REPLICA")), sources={3: [2]})
         copied(trace)
         trace.rank(0, "fault", id="fault1", phase="copy", step=KILL_STEP, microbatch=0)
         trace.pids[0] = 300
-        fenced(trace, 3)
-        plan(trace, kept((0, "REPLICA")), 3, sources={0: [1]})
-        trace.state("RECOVERING", 3)
+        recovers(trace, kept((0, "REPLICA")), 3, sources={0: [1]})
         copied(trace, 3, joiner=0, source=1)
         trace.state("RUNNING", 3)
 
-    found = evidence(trace_of(recover), generation=3, fired=frozenset({"fault0", "fault1"}))
-    result = judged(config(KILL, "rank=0,phase=copy"), found)
+    result = judged(config(KILL, "rank=0,phase=copy"), evidence(trace_of(recover), generation=3))
     assert result["strategy"] == {"0": "replica", "1": "replica"}
     assert result["recoveries"][0]["sources"] == {"0": [1], "3": [2]}
     assert result["bytes_copied"] == 8192
@@ -166,7 +136,7 @@ def test_an_undo_that_left_no_record_is_inconclusive() -> None:
 
 def test_an_inexact_undo_that_nobody_asked_for_fails() -> None:
     result = judged(config(updates="wait_free"), evidence(trace_of(by_undo("arithmetic", False))), FAIL)
-    assert answer(result, "updates were taken back as asked") is False
+    assert answers(result)["updates were taken back as asked"] is False
     assert result["exact"] is False
 
 
@@ -184,19 +154,20 @@ def drifted(*versions: str) -> dict[str, dict[str, str]]:
 
 
 def test_an_arithmetic_undo_passes_by_its_loss_curve_and_says_so() -> None:
-    result = judged(config(**ARITHMETIC), arithmetic(digests=drifted(f"v{STEPS}", "-g2")))
-    assert result["exact"] is False
-    assert result["bitwise_equal"] is False
-    assert "an arithmetic undo is not exact, so no bits are promised" in result["reason"]
-    assert "at 0 of 2 places" in result["reason"]
-    assert "losses differ by 0.0e+00 of their size at most" in result["reason"]
-    assert result["undo"]["exact"] is False
+    found = arithmetic(digests=drifted(f"v{STEPS}", "-g2"))
+    result = judged(
+        config(**ARITHMETIC),
+        found,
+        PASS,
+        "an arithmetic undo is not exact, so no bits are promised: at 0 of 2 places",
+        "losses differ by 0.0e+00 of their size at most",
+    )
+    assert (result["exact"], result["bitwise_equal"], result["undo"]["exact"]) == (False, False, False)
 
 
 def test_an_arithmetic_undo_is_not_exact_even_if_the_bits_agree() -> None:
     result = judged(config(**ARITHMETIC), arithmetic())
-    assert result["bitwise_equal"] is True
-    assert result["exact"] is False
+    assert (result["exact"], result["bitwise_equal"]) == (False, True)
 
 
 def test_other_bits_without_an_arithmetic_undo_fail() -> None:
@@ -235,9 +206,10 @@ def other_losses(change: Callable[[int, float], float]) -> Any:
     ],
 )
 def test_the_loss_curve_decides_where_bits_may_differ(twin: Any, verdict: str) -> None:
-    result = judged(config(**ARITHMETIC), arithmetic(twin_losses=twin), verdict)
+    told = replace(evidence().twin, losses=twin)
+    result = judged(config(**ARITHMETIC), arithmetic(twin=told), verdict)
     assert json.loads(json.dumps(result, allow_nan=False)) == result
-    judged(config(updates="wait_free"), evidence(trace_of(by_undo("exact", True)), twin_losses=twin))
+    judged(config(updates="wait_free"), evidence(trace_of(by_undo("exact", True)), twin=told))
 
 
 def test_losses_are_means_over_dp_ranks_of_the_last_time_a_step_was_done() -> None:
@@ -254,12 +226,9 @@ def test_losses_are_means_over_dp_ranks_of_the_last_time_a_step_was_done() -> No
 
 def test_rolling_forward_loses_no_step() -> None:
     def recover(trace: Trace) -> None:
-        fenced(trace)
-        strategies = [(rank, "ROLL_FORWARD") for rank in (0, 1, 2)]
-        plan(
-            trace, kept((3, "REPLICA"), *strategies, at=KILL_STEP + 1), target=KILL_STEP + 1, sources={3: [2]}
-        )
-        trace.state("RECOVERING", 2)
+        forward = [(rank, "ROLL_FORWARD") for rank in (0, 1, 2)]
+        strategies = kept((3, "REPLICA"), *forward, at=KILL_STEP + 1)
+        recovers(trace, strategies, target=KILL_STEP + 1, sources={3: [2]})
         for rank in (0, 1, 2):
             trace.rank(rank, "roll_forward", generation=2, version=KILL_STEP + 1)
         copied(trace)

@@ -7,7 +7,8 @@ import pytest
 
 from swift_ft.errors import UsageError
 from swift_ft.lab.drill import run
-from swift_ft.lab.drill.run import Twin, store_twin, stored_twin
+from swift_ft.lab.drill.facts import Twin
+from swift_ft.lab.drill.run import store_twin, stored_twin
 from tests.unit.drill.evidence import config
 
 DIGESTS = {"rank0-v3": {"parameters": "ab", "optimizer": "cd"}}

@@ -1,7 +1,6 @@
 """Drills of the strategy "shrink": what can be asked for, and its verdict, with each piece of evidence broken once."""
 
-import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,85 +10,55 @@ from swift_ft.lab.drill import report
 from swift_ft.lab.drill.calculation import Calculation
 from swift_ft.lab.drill.command import parse
 from swift_ft.lab.drill.config import DrillConfig
-from swift_ft.lab.drill.facts import Evidence
+from swift_ft.lab.drill.facts import Evidence, Twin
 from swift_ft.lab.drill.report import FAIL, INCONCLUSIVE, PASS
 from swift_ft.lab.drill.trainer import make_parser
-from tests.unit.drill.evidence import Trace, digest, judged
+from tests.unit.drill.evidence import STEPS, Trace, digest, good, judged, wrong
+from tests.unit.drill.test_report import without
 
-STEPS, KILL_STEP, GROWN_AT, LOST = 12, 5, 9, 2
+KILL_STEP, GROWN_AT, LOST, LEFT = 5, 9, 2, [0, 1, 3]
 COMMAND = "--stages 1 --replicas 4 --steps 12 --checkpoint-every 5 --microbatches 4 --strategy shrink"
 KILL = f"--kill rank={LOST},step={KILL_STEP},microbatch=3"
 Events = list[dict[str, Any]]
+Digests = dict[int, dict[str, Any]]
+"""Of each version."""
 
 
 def config(more: str = "") -> DrillConfig:
     return parse(f"{COMMAND} {KILL} {more}".split())
 
 
-def steps(trace: Trace, first: int, behind: int, *, without: frozenset[int]) -> None:
-    for step in range(first, behind):
-        ranks = sorted({0, 1, 2, 3} - without)
-        for rank in ranks:
-            trace.rank(rank, "step_begin", step=step)
-        for origin in without:
-            trace.rank(ranks[0], "adopted_step", step=step, origin=origin)
-        for rank in ranks:
-            trace.rank(rank, "step_end", step=step)
-
-
 def trace_of(*, grows: bool) -> Trace:
-    trace, lost = Trace(), frozenset({LOST})
-    left = dict.fromkeys((0, 1, 3), ("KEEP", KILL_STEP))
-    trace.state("FORMING", 1)
-    trace.state("RUNNING", 1)
-    steps(trace, 0, KILL_STEP, without=frozenset())
+    trace, back_at = Trace.begun(KILL_STEP), GROWN_AT if grows else STEPS
     trace.kill(LOST, KILL_STEP)
-    trace.state("FENCING", 2, reason="rank 2 was killed by signal 9")
     trace.add("coordinator", "left_vacant", rank=LOST)
-    trace.state("PLANNING", 2)
-    trace.plan(2, KILL_STEP, left)
-    trace.state("RECOVERING", 2)
+    trace.there = LEFT
+    trace.recovers(2, KILL_STEP, dict.fromkeys(LEFT, ("KEEP", KILL_STEP)))
     trace.state("RUNNING", 2)
-    steps(trace, KILL_STEP, GROWN_AT if grows else STEPS, without=lost)
+    for step in range(KILL_STEP, back_at):
+        trace.step(step)
+        trace.rank(0, "adopted_step", step=step, origin=LOST)
     if grows:
-        trace.state("FENCING", 3, reason="rank 2 has come back")
-        trace.state("PLANNING", 3)
-        trace.plan(3, GROWN_AT, {**dict.fromkeys(left, ("KEEP", GROWN_AT)), LOST: ("REPLICA", GROWN_AT)})
-        trace.state("RECOVERING", 3)
+        plan = {**dict.fromkeys(LEFT, ("KEEP", GROWN_AT)), LOST: ("REPLICA", GROWN_AT)}
+        trace.recovers(3, GROWN_AT, plan, "rank 2 has come back")
         where = {"generation": 3, "version": GROWN_AT}
         trace.rank(LOST, "restore_begin", **where)
         trace.rank(LOST, "replica_received", digest="d", sources=[{"rank": 0, "digest": "d"}], **where)
         trace.rank(LOST, "restore_end", **where)
         trace.state("RUNNING", 3)
-        steps(trace, GROWN_AT, STEPS, without=frozenset())
-    for rank in range(4):
-        if grows or rank != LOST:
-            trace.rank(rank, "finished", version=STEPS)
-    trace.state("FINISHED", 3)
-    return trace
-
-
-def of_replicas(version: int) -> dict[str, Any]:
-    return digest(0, version)
+        trace.there = [0, 1, 2, 3]
+    return trace.end(back_at)
 
 
 def evidence(events: Events | None = None, *, grows: bool = False, **changes: Any) -> Evidence:
-    left = [rank for rank in range(4) if rank != LOST]
-    ours = {f"rank{rank}-v{KILL_STEP}-g2": of_replicas(KILL_STEP) for rank in left}
+    there = range(4) if grows else LEFT
+    ours = {f"rank{rank}-v{KILL_STEP}-g2": digest(0, KILL_STEP) for rank in LEFT}
     if grows:
-        ours |= {f"rank{rank}-v{GROWN_AT}-g3": of_replicas(GROWN_AT) for rank in range(4)}
-    ours |= {f"rank{rank}-v{STEPS}": of_replicas(STEPS) for rank in (range(4) if grows else left)}
-    made = Evidence(
-        events=trace_of(grows=grows).events if events is None else events,
-        digests=ours,
-        twin_digests={f"rank{r}-v{v}": of_replicas(v) for r in range(4) for v in range(STEPS + 1)},
-        exit_code=0,
-        twin_exit_code=0,
-        fired=frozenset({"fault0"}),
-        log={"records": 400, "bytes": 1 << 20},
-        negative_control={"caught": True},
-    )
-    return replace(made, **changes)
+        ours |= {f"rank{rank}-v{GROWN_AT}-g3": digest(0, GROWN_AT) for rank in there}
+    ours |= {f"rank{rank}-v{STEPS}": digest(0, STEPS) for rank in there}
+    twin = {f"rank{r}-v{v}": digest(0, v) for r in range(4) for v in range(STEPS + 1)}
+    changes = {"digests": ours, "twin": Twin(digests=twin, exit_code=0), **changes}
+    return good(events=trace_of(grows=grows).events if events is None else events, **changes)
 
 
 def built(found: Evidence, *, grows: bool = False) -> dict[str, Any]:
@@ -118,27 +87,16 @@ def test_one_that_comes_back_is_compared_at_the_end() -> None:
     assert [recovery["recovery_seconds"]["detect"] for recovery in result["recoveries"]][1] == 0.0
 
 
-def events_without(grows: bool, gone: Callable[[dict[str, Any]], bool]) -> Events:
-    events = trace_of(grows=grows).events
-    left = [event for event in events if not gone(event)]
-    assert len(left) < len(events)
-    return left
-
-
-def wrong(result: dict[str, Any]) -> dict[str, bool | None]:
-    return {check["name"]: check["answer"] for check in result["checks"] if check["answer"] is not True}
-
-
 def test_a_slot_that_the_coordinator_did_not_leave_vacant_fails() -> None:
-    events = events_without(False, lambda e: e["event"] == "left_vacant")
+    events = without("left_vacant")(trace_of(grows=False).events)
     assert wrong(built(evidence(events))) == {"the slots of lost ranks were left vacant": False}
 
 
 def test_a_survivor_that_is_not_in_the_plan_is_asked_for_its_digest() -> None:
-    events = copy.deepcopy(trace_of(grows=False).events)
-    (plan,) = (event for event in events if event["event"] == "plan")
+    trace = trace_of(grows=False)
+    (plan,) = (event for event in trace.events if event["event"] == "plan")
     plan["ranks"] = [entry for entry in plan["ranks"] if entry["rank"] != 3]
-    found = evidence(events)
+    found = evidence(trace.events)
     ours = {name: value for name, value in found.digests.items() if not name.startswith("rank3-")}
     assert built(replace(found, digests=ours))["verdict"] == INCONCLUSIVE
 
@@ -181,11 +139,9 @@ class Late(Calculation):
         super().step(step, range(4) if step == KILL_STEP else origins)
 
 
-def calculated(
-    kind: type[Calculation], config: DrillConfig, *, lost: bool = True
-) -> dict[int, dict[str, Any]]:
+def calculated(kind: type[Calculation], config: DrillConfig, *, lost: bool = True) -> Digests:
     calculation = kind(make_parser().parse_args(config.trainer_arguments()))
-    found: dict[int, dict[str, Any]] = {0: dict(calculation.digests())}
+    found: Digests = {0: dict(calculation.digests())}
     for step in range(STEPS):
         gone = lost and step >= KILL_STEP
         calculation.step(step, [origin for origin in range(4) if not (gone and origin == LOST)])
@@ -199,12 +155,12 @@ def dropping() -> DrillConfig:
 
 
 @pytest.fixture(scope="module")
-def full_world() -> dict[int, dict[str, Any]]:
+def full_world() -> Digests:
     return calculated(Calculation, dropping(), lost=False)
 
 
 @pytest.fixture(scope="module")
-def right() -> dict[int, dict[str, Any]]:
+def right() -> Digests:
     return calculated(Calculation, dropping())
 
 
@@ -213,10 +169,7 @@ def right() -> dict[int, dict[str, Any]]:
     ("kind", "verdict"), [(Calculation, PASS), (FullWorld, FAIL), (Halved, FAIL), (Late, FAIL)]
 )
 def test_what_is_dropped_is_held_against_a_calculation(
-    kind: type[Calculation],
-    verdict: str,
-    full_world: dict[int, dict[str, Any]],
-    right: dict[int, dict[str, Any]],
+    kind: type[Calculation], verdict: str, full_world: Digests, right: Digests
 ) -> None:
     """`kind`: what the run itself computed."""
     asked = dropping()
@@ -224,18 +177,13 @@ def test_what_is_dropped_is_held_against_a_calculation(
     events = [event for event in trace_of(grows=False).events if event["event"] != "adopted_step"]
     events.insert(-1, {**events[-1], "event": "not_exact", "reason": "nobody computes its batches"})
 
-    def told(version: int, by: dict[int, dict[str, Any]]) -> dict[str, Any]:
-        return {**of_replicas(version), **by[version]}
+    def told(version: int, by: Digests) -> dict[str, Any]:
+        return {**digest(0, version), **by[version]}
 
-    found = evidence(
-        events,
-        digests={
-            **{f"rank{rank}-v{KILL_STEP}-g2": told(KILL_STEP, run) for rank in (0, 1, 3)},
-            **{f"rank{rank}-v{STEPS}": told(STEPS, run) for rank in (0, 1, 3)},
-        },
-        twin_digests={f"rank{r}-v{v}": told(v, full_world) for r in range(4) for v in range(STEPS + 1)},
-        calculated=right,
-    )
+    ours = {f"rank{rank}-v{KILL_STEP}-g2": told(KILL_STEP, run) for rank in LEFT}
+    ours |= {f"rank{rank}-v{STEPS}": told(STEPS, run) for rank in LEFT}
+    twin = {f"rank{r}-v{v}": told(v, full_world) for r in range(4) for v in range(STEPS + 1)}
+    found = evidence(events, digests=ours, twin=Twin(digests=twin, exit_code=0), calculated=right)
     result = judged(asked, found, verdict)
     assert result["exact"] is False
     assert result["bitwise_equal"] is False

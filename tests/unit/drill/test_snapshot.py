@@ -1,16 +1,13 @@
 """Drills of the strategy "snapshot": what can be asked for, and its verdict with each piece of evidence broken."""
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
 from swift_ft.lab.drill import report
-from swift_ft.lab.drill.facts import Evidence
 from swift_ft.lab.drill.report import FAIL, PASS
-from tests.unit.drill.evidence import KILL_STEP, RANKS, STEPS, Trace, config, digests, good
+from tests.unit.drill.evidence import KILL_STEP, RANKS, STEPS, Trace, answers, config, digests, good
 
 EVERY, TARGET, VICTIM = 3, 6, 2
-Events = list[dict[str, Any]]
 
 
 def take(trace: Trace, version: int, ranks: Sequence[int] = range(RANKS)) -> None:
@@ -37,16 +34,11 @@ def steps(trace: Trace, first: int, behind: int) -> None:
 
 
 def trace_of(target: int = TARGET, strategy: str = "SNAPSHOT") -> Trace:
-    trace = Trace()
-    trace.state("FORMING", 1)
-    trace.state("RUNNING", 1)
+    trace = Trace.begun(0)
     take(trace, 0)
     steps(trace, 0, KILL_STEP)
     trace.kill(VICTIM, KILL_STEP)
-    trace.state("FENCING", 2, 0.02, "rank 2 was killed by signal 9")
-    trace.state("PLANNING", 2, 0.03)
-    trace.plan(2, target, dict.fromkeys(range(RANKS), (strategy, target)))
-    trace.state("RECOVERING", 2, 0.04)
+    trace.recovers(2, target, dict.fromkeys(range(RANKS), (strategy, target)))
     for rank in range(RANKS):
         where = {"generation": 2, "version": target}
         trace.rank(rank, "restore_begin", generation=2)
@@ -65,20 +57,16 @@ def trace_of(target: int = TARGET, strategy: str = "SNAPSHOT") -> Trace:
     trace.state("RUNNING", 2)
     take(trace, target)
     steps(trace, target, STEPS)
-    trace.finish()
-    return trace
+    return trace.end(STEPS)
 
 
-def evidence(events: Events | None = None, target: int = TARGET) -> Evidence:
-    return good(digests=digests((target, 2)), events=trace_of().events if events is None else events)
-
-
-def built(found: Evidence) -> dict[str, Any]:
+def built(trace: Trace, target: int = TARGET) -> dict[str, Any]:
+    found = good(trace, digests=digests((target, 2)))
     return report.build(config(strategy="snapshot", snapshot_every=EVERY), found)
 
 
 def test_all_went_back_to_the_newest_one() -> None:
-    result = built(evidence())
+    result = built(trace_of())
     assert result["verdict"] == PASS, result["reason"]
     assert result["exact"] is True
     assert result["steps_lost"] == KILL_STEP - TARGET
@@ -89,7 +77,7 @@ def test_all_went_back_to_the_newest_one() -> None:
 
 
 def test_an_older_one_is_not_enough() -> None:
-    result = built(evidence(trace_of(target=3).events, target=3))
+    result = built(trace_of(target=3), 3)
     assert result["verdict"] == FAIL
     assert (
         "no more steps were lost than there are between snapshots: 5, with --snapshot-every 3"
@@ -98,27 +86,23 @@ def test_an_older_one_is_not_enough() -> None:
 
 
 def test_a_checkpoint_is_not_enough_while_one_is_whole() -> None:
-    result = built(evidence(trace_of(target=5, strategy="CHECKPOINT").events, target=5))
+    result = built(trace_of(target=5, strategy="CHECKPOINT"), 5)
     assert result["verdict"] == FAIL
     assert "fell back to a checkpoint" in result["reason"]
 
 
 def test_a_newer_checkpoint_may_be_taken() -> None:
-    result = built(evidence(trace_of(target=7, strategy="CHECKPOINT").events, target=7))
+    result = built(trace_of(target=7, strategy="CHECKPOINT"), 7)
     assert result["verdict"] == PASS, result["reason"]
 
 
 def test_a_checkpoint_stands_behind_if_its_keeper_is_lost_too() -> None:
     trace = trace_of(target=5, strategy="CHECKPOINT")
-    events = copy.deepcopy(trace.events)
-    for event in events:
-        if event["event"] == "plan":
-            event["reason"] = "every rank restores the checkpoint of version 5: no snapshot of rank 2 is left"
-    at = next(i for i, event in enumerate(events) if event["event"] == "fault")
-    events.insert(at, {**events[at], "rank": 3, "pid": 103, "who": "rank3", "id": "fault0"})
-    result = built(evidence(events, target=5))
-    answers = {check["name"]: check["answer"] for check in result["checks"]}
-    assert answers["the strategy was the one asked for"] is True
+    (plan,) = (event for event in trace.events if event["event"] == "plan")
+    plan["reason"] = "every rank restores the checkpoint of version 5: no snapshot of rank 2 is left"
+    at = next(i for i, event in enumerate(trace.events) if event["event"] == "fault")
+    trace.events.insert(at, {**trace.events[at], "rank": 3, "pid": 103, "who": "rank3"})
+    assert answers(built(trace, 5))["the strategy was the one asked for"] is True
 
 
 def test_other_strategies_have_no_section() -> None:

@@ -8,6 +8,7 @@ Each run has a directory: records/ of its ranks, work/ for the script, output/, 
 """
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -18,11 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swift_ft.errors import ServiceError, UsageError
-from swift_ft.fault_grammar import RankFault, fault_id
+from swift_ft.fault_grammar import RankFault, fault_id, item
 from swift_ft.files import make_directory
 from swift_ft.lab.determinism.verify import ENV_DIE_IN, ENV_RECORDS, Interrupted, Run, placed, run_of
 from swift_ft.lab.drill.cluster import POLL_S, Cluster, Process, own_environment, with_environment
-from swift_ft.lab.drill.faults import to_environment
 from swift_ft.launch.standalone import free_port
 from swift_ft.planner import reroutes, shrinks
 from swift_ft.text import LAUNCHER_SETTINGS, tell
@@ -141,7 +141,8 @@ class SessionRuns(_Runs):
         self._follow(directory, "[]", spares=0)
 
     def _interrupted(self, base: Run, kill: RankFault, directory: Path) -> Interrupted:
-        self._follow(directory, to_environment([kill]), spares=1 if self._config.replaces else 0)
+        faults = json.dumps([item(kill, fault_id(0))])
+        self._follow(directory, faults, spares=1 if self._config.replaces else 0)
         if not (directory / "faults" / f"{fault_id(0)}.fired").exists():
             raise UsageError(f"--kill {kill}: the run never came to that; choose another phase or step")
         run = read(directory)

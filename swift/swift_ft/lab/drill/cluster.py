@@ -226,8 +226,8 @@ class Cluster:
         self._log_lost_s = log_lost_s
         self._lost: set[str] = set()
         """Log servers that were killed and are not restarted."""
-        self._gone: set[str] = set()
-        """Members of `_lost` that have been reaped."""
+        self._serving = [*self._log_servers, COORDINATOR]
+        """All services but the members of `_lost` that have been reaped."""
         self._processes: dict[str, Process] = {}
         self._addresses: dict[str, str] = {}
         self._to_be_killed: set[str] = set()
@@ -334,9 +334,7 @@ class Cluster:
         """Restarts killed services. Returns the launcher's exit code once it has exited, else None. Raises ServiceError
         if a service has exited by itself."""
         self._renew_tokens()
-        for name in (*self._log_servers, COORDINATOR):
-            if name in self._gone:
-                continue
+        for name in list(self._serving):
             code = self._processes[name].poll()
             if code is None:
                 continue
@@ -345,7 +343,7 @@ class Cluster:
                 raise ServiceError(f"the {name} ended by itself (exit code {code})\n{tail}")
             self._to_be_killed.discard(name)
             if name in self._lost:
-                self._gone.add(name)
+                self._serving.remove(name)
                 shutil.rmtree(self.directory / _directory_of(name))  # its disk is gone as well
                 continue
             if name == COORDINATOR:

@@ -103,20 +103,8 @@ def check_paths(config: DrillConfig) -> None:
 
 def drill(config: DrillConfig) -> int:
     with work_directory(config.directory, keep=config.keep, name="drill") as (place, keep):
-        outputs: list[str] = []
-
-        def twin() -> run.Twin:
-            stored = run.stored_twin(config, config.twin) if config.twin is not None else None
-            if stored is not None:
-                return stored
-            made = run.run_twin(config, place / "twin")
-            outputs.append(made.output)
-            if config.twin is not None:
-                run.store_twin(config, made, config.twin)
-            return made
-
         faulted = run.FaultedRun(config, place / "run")
-        evidence = faulted.run(twin)
+        evidence = faulted.run(place / "twin")
         result = report.build(config, evidence)
         if result["verdict"] != report.PASS:
             keep()
@@ -126,9 +114,8 @@ def drill(config: DrillConfig) -> int:
                 write(config.html_path, page(result))
         finally:  # what cannot be written is shown at least
             show(result)
-        if result["verdict"] != report.PASS:
-            for output in filter(None, [faulted.output, *outputs]):
-                print(output, file=sys.stderr)
+        if result["verdict"] != report.PASS and faulted.output:
+            print(faulted.output, file=sys.stderr)
         return report.EXIT_CODES[result["verdict"]]
 
 

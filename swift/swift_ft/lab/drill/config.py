@@ -1,9 +1,8 @@
 """The validated configuration of one drill, and the command line that reproduces it."""
 
-import json
 import platform
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -207,17 +206,10 @@ class DrillConfig:
             )
 
     @property
-    def ordered_reduction(self) -> bool:
-        """Returns whether gradients are summed in the order of data-parallel ranks, whatever the layout of the
-        buckets."""
-        if self.data_parallel == "ddp":  # its group is the session's, whose sums are
-            return True
-        return self.reduction == "ordered" or (self.reduction == "auto" and self.topology.replicas > 2)
-
-    @property
     def exact_reduction(self) -> bool:
-        """Returns whether the sum is independent of the backend's buffer layout: two addends have only one order."""
-        return self.topology.replicas < 3 or self.ordered_reduction
+        """Returns whether the sum is independent of the layout of the backend's buffers: gradients are summed in the
+        order of data-parallel ranks, or there are two addends, which have only one order."""
+        return self.topology.replicas < 3 or self.reduction != "fast"
 
     @property
     def shrinks(self) -> bool:
@@ -294,8 +286,3 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             by_package[name] = "not installed"
     return by_package
-
-
-def same_identity(stored: object, wanted: Mapping[str, object]) -> bool:
-    """Compares after a JSON round trip, because the stored identity is JSON."""
-    return bool(stored == json.loads(json.dumps(wanted)))

@@ -112,10 +112,10 @@ def timeline_rows(result: Mapping[str, Any]) -> list[Row]:
     alone: dict[str, int] = {}
     """Source -> its last row that it shares with nobody."""
     for event in shown:
-        name, t, who = event["event"], event["t"] - start, _source(event["who"])
+        name, t, who = event["event"], event["t"] - start, re.sub("^rank(?=[0-9])", "rank ", event["who"])
         if t < 0:
             continue
-        if name in _MERGED and "rank" in event:
+        if name in _MERGED:
             who = f"rank {event['rank']}"
             row, ranks = merged.get((name, event.get("generation")), (-1, []))
             if row > alone.get(who, -1):
@@ -134,10 +134,6 @@ def _is_shown(event: Mapping[str, Any]) -> bool:
     if event["event"] == "freed" and "rank" not in event:  # bytes, by a log server
         return False
     return event["event"] in _WORDS and not (event["event"] == "child_exit" and event.get("code") == 0)
-
-
-def _source(who: str) -> str:
-    return re.sub(r"^rank(?=[0-9])", "rank ", who)
 
 
 def phase_bar(phases: Mapping[str, float]) -> Text:
@@ -169,8 +165,7 @@ def grid(rows: Iterable[Sequence[Any]]) -> Table:
 
 def fact_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Returns (name, value) of the main results; those that do not apply are left out."""
-    log, undo = result["log"], result["undo"]
-
+    log, undone = result["log"], result["undo"]
     copied = "; ".join(f"rank {rank} from {_listed(of)}" for rank, of in result["sources"].items())
     kept = {True: "yes", False: "NO", None: "?"}[result["survivors_kept"]]
     if result["survivors_freed_seconds"] is not None:
@@ -178,33 +173,24 @@ def fact_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     control = result["negative_control"]
     caught = {True: "caught", False: "NOT CAUGHT", None: "not tried"}[control["caught"]]
     pace = (f"{'-' if v is None else f'{v:.2f}'} {name}" for name, v in result["throughput"].items())
-    rows: list[tuple[str, list[str]]] = [
-        (
-            "faults",
-            [f"{each['spec']}{'' if each['fired'] else ': NEVER HAPPENED'}" for each in result["faults"]],
-        ),
-        ("recovered by", [", ".join(f"stage {stage} {name}" for stage, name in result["strategy"].items())]),
-        ("copied", [f"{copied} ({_megabytes(result['bytes_copied'])})"] if copied else []),
-        ("taken back", [_undone(undo)] if undo["mode"] else []),
-        (
-            "work done again",
-            [
-                f"{result['steps_replayed']} steps replayed, {result['steps_lost']} steps lost, "
-                f"{result['microbatches_recomputed']} microbatches computed again"
-            ],
-        ),
-        ("survivors kept", [kept]),
-        ("cut short", [_cut_short(step) for step in result["lossy"] or ()]),
-        ("checkpoints", [_saved(result["checkpoint"])]),
-        (
-            "log",
-            [f"{log['records']} records, {_megabytes(log['bytes'])}; {log['verified_sends']} sends verified"],
-        ),
-        ("steps per second", [", ".join(pace)]),
-        ("a flipped bit in a log", [": ".join(filter(None, [caught, control.get("refused")]))]),
-    ]
-    told = ((name, "\n".join(filter(None, lines))) for name, lines in rows)
-    return [(name, value) for name, value in told if value]
+    faults = (f"{each['spec']}{'' if each['fired'] else ': NEVER HAPPENED'}" for each in result["faults"])
+    rows = {
+        "faults": "\n".join(faults),
+        "recovered by": ", ".join(f"stage {stage} {name}" for stage, name in result["strategy"].items()),
+        "copied": f"{copied} ({_megabytes(result['bytes_copied'])})" if copied else "",
+        "taken back": f"{undone['buckets']} buckets of rank {_listed(undone['ranks'])}, {undone['mode']}"
+        if undone["mode"]
+        else "",
+        "work done again": f"{result['steps_replayed']} steps replayed, {result['steps_lost']} steps lost, "
+        f"{result['microbatches_recomputed']} microbatches computed again",
+        "survivors kept": kept,
+        "cut short": "\n".join(map(_cut_short, result["lossy"] or ())),
+        "checkpoints": _saved(result["checkpoint"]),
+        "log": f"{log['records']} records, {_megabytes(log['bytes'])}; {log['verified_sends']} sends verified",
+        "steps per second": ", ".join(pace),
+        "a flipped bit in a log": ": ".join(filter(None, [caught, control.get("refused")])),
+    }
+    return [(name, value) for name, value in rows.items() if value]
 
 
 def _listed(numbers: Iterable[int]) -> str:
@@ -231,10 +217,6 @@ def _cut_short(step: Mapping[str, Any]) -> str:
     kinds = Counter(tuple(bucket["contributors"]) for bucket in step["buckets"])
     means = "; ".join(f"{count} of ranks {_listed(ranks)}" for ranks, count in kinds.items())
     return f"step {step['step']}: buckets that are means: {means}"
-
-
-def _undone(undo: Mapping[str, Any]) -> str:
-    return f"{undo['buckets']} buckets of rank {_listed(undo['ranks'])}, {undo['mode']}"
 
 
 def verdict(result: Mapping[str, Any]) -> Panel:

@@ -10,30 +10,31 @@ from swift_ft.lab.drill.timeline import Event, Recovery
 from swift_ft.lab.drill.verdict_checks import TRAINED_FIELDS, Comparison, Digest, Losses, compare
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Twin:
+    """What the failure-free run left."""
+
+    digests: Mapping[str, Digest]
+    """``rank0-v10`` -> digests, for every version."""
+    exit_code: int | None
+    recoveries: int = 0
+    output: str = ""
+    """The last lines of every process's output, if it failed."""
+    losses: Losses = field(default_factory=dict)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
     events: Sequence[Event]
     """Events of the run with faults, by time."""
     digests: Mapping[str, Digest]
     """``rank0-v10-g2`` (at a recovery) and ``rank0-v30`` (at the end) -> digests."""
-    twin_digests: Mapping[str, Digest]
-    """``rank0-v10`` -> digests, for every version."""
+    twin: Twin
     exit_code: int | None
-    """Exit code of the run's launcher; None: it did not exit by itself."""
-    stalled: bool = False
-    """The run was cut off because its trace showed no progress."""
-    twin_exit_code: int | None = None
-    twin_recoveries: int = 0
-    fired: frozenset[str] = frozenset()
-    """Ids of the faults that were injected."""
-    corruption: Mapping[str, Any] | None = None
-    """The bit that the drill flipped in the live log or in a checkpoint."""
-    log: Mapping[str, Any] | None = None
-    """``records`` and ``bytes`` that were logged."""
+    """Exit code of the run's launcher; None: it was cut off, because its trace showed no progress."""
     negative_control: Mapping[str, Any] | None = None
     calculated: Mapping[int, Digest] = field(default_factory=dict)
     """version -> digests of an independent calculation of a run that drops batches; empty: not calculated."""
-    twin_losses: Losses = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +58,7 @@ class Facts:
         vacant: frozenset[int] = frozenset()
 
         def at(version: int, generation: int | None) -> Comparison:
-            ours, twin = evidence.digests, evidence.twin_digests
+            ours, twin = evidence.digests, evidence.twin.digests
             if asked.drops:
                 twin = {name: _as_calculated(theirs, evidence, version) for name, theirs in twin.items()}
             ranks = set(range(asked.topology.ranks)) - vacant
@@ -80,6 +81,20 @@ class Facts:
     @property
     def events(self) -> Sequence[Event]:
         return self.evidence.events
+
+    def named(self, name: str) -> list[Event]:
+        return [event for event in self.events if event["event"] == name]
+
+    @property
+    def fired(self) -> dict[str, float]:
+        """Returns id of a fault -> when it was injected."""
+        injected = ("fault", "service_killed", "corrupted")
+        return {event["id"]: event["t"] for event in self.events if event["event"] in injected}
+
+    @property
+    def flipped(self) -> Event | None:
+        """Returns what is told of the bit that the drill flipped in the live log or in a checkpoint."""
+        return next((event for event in self.named("corrupted") if event["who"] == "drill"), None)
 
     @property
     def comparisons(self) -> list[Comparison]:

@@ -8,8 +8,7 @@ of one step die together.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from swift_ft import fault_grammar
@@ -26,9 +25,8 @@ from swift_ft.fault_grammar import (
     RankFault,
     fault_id,
 )
+from swift_ft.lab.drill import shrinking
 from swift_ft.lab.drill.topology import SPLITTING, Topology
-from swift_ft.planner import shrinks
-from swift_ft.planner.groups import RecoveryGroups
 from swift_ft.planner.strategies import may_copy, may_finish, may_replay
 
 if TYPE_CHECKING:
@@ -40,36 +38,25 @@ SNAPSHOT = "snapshot"
 # The faults that ranks inject themselves, as passed to them (`swift_ft.fault_grammar`).
 
 
-def to_environment(
-    faults: Sequence[Fault],
-    pauses: Mapping[str, int] = MappingProxyType({}),
-    topology: Topology | None = None,
-    *,
-    paused: int = 0,
-    strategy: str = "auto",
-) -> str:
-    """Returns the JSON list of faults for `ENV_FAULTS`. `pauses`: id -> the step before which rank `paused` waits for
-    ``<id>.go``. `topology`: lets a victim that dies with half an update applied wait for its replicas, and so a victim
-    in a reduction that the replicas are to finish."""
-    waits = {"update", "reduce"} if may_finish(strategy) else {"update"}
-    held = {index for group in fault_grammar.held_together(faults) for index in group}
+def to_environment(asked: "DrillConfig") -> str:
+    """Returns the JSON list of faults for `ENV_FAULTS`. A victim that dies with half an update applied waits for its
+    replicas, and so does a victim in a reduction that the replicas are to finish."""
+    waits = {"update", "reduce"} if asked.finishes_cut_steps else {"update"}
+    held = {index for group in fault_grammar.held_together(asked.faults) for index in group}
 
     def beside(fault: Fault) -> list[int]:
-        if topology is None or not isinstance(fault, RankFault) or fault.phase not in waits:
+        # Behind a bucket, replicas may wait for what follows it before they come to the middle, where they report.
+        if not isinstance(fault, RankFault) or fault.phase not in waits or fault.bucket is not None:
             return []
-        if (
-            fault.bucket is not None
-        ):  # replicas report in the middle of the phase, where they may wait for what follows that bucket
-            return []
-        gone = _lost_before(fault, faults) if shrinks(strategy) else set()
-        return [r for r in topology.replicas_of(fault.rank) if r not in {fault.rank, *gone}]
+        gone = _lost_before(fault, asked.faults) if asked.shrinks else set()
+        return [r for r in asked.topology.replicas_of(fault.rank) if r not in {fault.rank, *gone}]
 
     told = [
         fault_grammar.item(fault, fault_id(index), hold=index in held, beside=beside(fault))
-        for index, fault in enumerate(faults)
+        for index, fault in enumerate(asked.faults)
         if isinstance(fault, RankFault | CorruptCopyFault)
     ]
-    return json.dumps(told + [fault_grammar.pause(name, paused, step) for name, step in pauses.items()])
+    return json.dumps(told + shrinking.pauses(asked))
 
 
 def _lost_before(fault: RankFault, faults: Sequence[Fault]) -> set[int]:
@@ -208,16 +195,11 @@ def victim_of(fault: CorruptFault | CorruptCheckpointFault, faults: Sequence[Fau
     return None
 
 
-def corrupted_stream(
-    fault: CorruptFault,
-    faults: Sequence[Fault],
-    topology: Topology,
-    groups: RecoveryGroups = RecoveryGroups(),  # noqa: B008  (frozen)
-) -> str:
+def corrupted_stream(fault: CorruptFault, asked: "DrillConfig") -> str:
     """Returns the named stream, or the first one that the victim's replay reads."""
-    victim = victim_of(fault, faults)
+    victim = victim_of(fault, asked.faults)
     assert victim is not None, "checked before"
-    return fault.stream or topology.replay_streams(victim.rank, groups)[0]
+    return fault.stream or asked.topology.replay_streams(victim.rank, asked.groups)[0]
 
 
 def all_get_there(group: Sequence[Fault], topology: Topology) -> bool:

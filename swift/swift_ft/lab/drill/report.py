@@ -40,15 +40,15 @@ _COST = tuple(strategy.lower() for strategy in TABLE)
 
 def build(asked: DrillConfig, evidence: Evidence) -> dict[str, Any]:
     facts = Facts.of(asked, evidence)
-    inexact = any(recovery.inexact for recovery in facts.recoveries)
+    shape = asked.topology
     curves = compare_losses(
         losses_of(facts.events),
-        facts.evidence.twin_losses,
-        facts.asked.topology.steps,
-        facts.asked.topology.replicas * facts.asked.topology.shards,
-        vacancies=facts.asked.shrinks,
+        evidence.twin.losses,
+        shape.steps,
+        shape.replicas * shape.shards,
+        vacancies=asked.shrinks,
     )
-    survivors = timeline.survivors_kept(facts.events, facts.asked.topology.ranks)
+    survivors = timeline.survivors_kept(facts.events, shape.ranks)
     shown = [_recovery(facts, recovery) for recovery in facts.recoveries]
     checks = [
         *_run_checks(facts),
@@ -64,24 +64,24 @@ def build(asked: DrillConfig, evidence: Evidence) -> dict[str, Any]:
         _negative_control_check(facts),
     ]
     verdict = _verdict(checks)
-    named = [str(event.get("reason", "")) for event in facts.events if event["event"] == "not_exact"]
-    exact = not inexact and not named and not facts.asked.drops and (not facts.fell_back or _restores(facts))
+    named = [str(event.get("reason", "")) for event in facts.named("not_exact")]
+    inexact = bool(named) or asked.drops or any(recovery.inexact for recovery in facts.recoveries)
+    exact = not inexact and (not facts.fell_back or _restores(facts))
     return {
         "verdict": verdict,
         "reason": _reason(facts, verdict, checks, curves),
         "checks": [{"name": check.name, "answer": check.answer, "detail": check.detail} for check in checks],
-        "seed": facts.asked.seed,
-        "rerun": facts.asked.rerun(),
+        "seed": asked.seed,
+        "rerun": asked.rerun(),
         "versions": versions(),
-        "topology": facts.asked.shape(),
+        "topology": asked.shape(),
         "faults": _faults(facts),
         "strategy": _strategy(facts, facts.recoveries),
         "exact": verdict == PASS and exact,
         "not_exact": named,
-        "by_the_loss_curve": facts.asked.promises_no_bits if facts.at_end.inexact else "",
+        "by_the_loss_curve": asked.promises_no_bits if facts.at_end.inexact else "",
         # Equality with the failure-free run; a drill that drops batches is not compared with it.
-        "bitwise_equal": not facts.asked.drops
-        and all_of(comparison.equal for comparison in facts.comparisons),
+        "bitwise_equal": not asked.drops and all_of(each.equal for each in facts.comparisons),
         "digests": {
             "recovery": [comparison.as_json() for comparison in facts.at_recovery],
             "end": facts.at_end.as_json(),
@@ -98,10 +98,10 @@ def build(asked: DrillConfig, evidence: Evidence) -> dict[str, Any]:
             (r.freed_seconds for r in facts.recoveries if r.freed_seconds is not None), default=None
         ),
         "log": {**_log(facts), **log_places(facts.events)},
-        "corruption": facts.evidence.corruption,
-        "negative_control": facts.evidence.negative_control or {"caught": None},
+        "corruption": facts.flipped,
+        "negative_control": evidence.negative_control or {"caught": None},
         "rehearsals": timeline.rehearsals(facts.events),
-        "throughput": timeline.throughput(facts.events, facts.recoveries, facts.asked.topology.ranks),
+        "throughput": timeline.throughput(facts.events, facts.recoveries, shape.ranks),
     }
 
 
@@ -139,46 +139,39 @@ def _reason(facts: Facts, verdict: str, checks: Sequence[Check], curves: Mapping
 
 def _run_checks(facts: Facts) -> list[Check]:
     """Checks that both runs finished, the faults were injected, and no other process failed."""
-    how = "nothing happened any more" if facts.evidence.stalled else f"exit code {facts.evidence.exit_code}"
-    ended: bool | None = facts.evidence.exit_code == 0
-    if not ended and not facts.evidence.fired:
+    evidence, fired = facts.evidence, facts.fired
+    ended: bool | None = evidence.exit_code == 0
+    if not ended and not fired:
         # It failed before any fault was injected: a problem of the machine, not evidence about recovery.
         ended = None
-    if facts.evidence.exit_code is None and not facts.evidence.stalled:
-        ended, how = None, "it was cut off"
-    finished = Check("the run finished", ended, how)
-    twin_ok = facts.evidence.twin_exit_code == 0 and facts.evidence.twin_recoveries == 0
-    twin = Check(
-        "the failure-free run finished",
-        True if twin_ok else None,
-        f"exit code {facts.evidence.twin_exit_code}, {facts.evidence.twin_recoveries} recoveries",
-    )
-    traced = timeline.fault_ids(facts.events)
-    absent = []
-    for index, fault in enumerate(facts.asked.faults):
-        seen = fault_id(index) in facts.evidence.fired
-        if isinstance(fault, RankFault):
-            seen = seen and fault_id(index) in traced
-        if not seen:
-            absent.append(str(fault))
-    fired = Check(
-        "every fault was carried out", None if absent else True, f"never happened: {'; '.join(absent)}"
-    )
-    return [finished, twin, fired, _unplanned_check(facts)]
+    stalled = evidence.exit_code is None
+    how = "nothing happened any more" if stalled else f"exit code {evidence.exit_code}"
+    twin = evidence.twin
+    without = f"exit code {twin.exit_code}, {twin.recoveries} recoveries"
+    absent = [str(fault) for index, fault in enumerate(facts.asked.faults) if fault_id(index) not in fired]
+    never = f"never happened: {'; '.join(absent)}"
+    return [
+        Check("the run finished", ended, how),
+        Check(
+            "the failure-free run finished", (twin.exit_code == 0 and not twin.recoveries) or None, without
+        ),
+        Check("every fault was carried out", None if absent else True, never),
+        _unplanned_check(facts),
+    ]
 
 
 def _unplanned_check(facts: Facts) -> Check:
     """Checks that only processes killed by a fault died, and that every recovery has a cause."""
-    told = {event["pid"] for event in facts.events if event["event"] == "fault"}
+    told = {event["pid"] for event in facts.named("fault")}
     died = {
         f"rank {event['rank']} (exit code {event.get('code')})"
-        for event in facts.events
-        if event["event"] == "child_exit" and event.get("code") != 0 and event["pid"] not in told
+        for event in facts.named("child_exit")
+        if event.get("code") != 0 and event["pid"] not in told
     }
-    corrupted = facts.evidence.corruption is not None
-    causeless = [r for r in facts.recoveries if not (r.faults or r.servers_killed or r.returned or corrupted)]
+    explained = facts.flipped is not None
+    causeless = [r for r in facts.recoveries if not (r.faults or r.servers_killed or r.returned or explained)]
     detail = ", ".join([*sorted(died), *(f"a recovery of itself ({r.reasons[0]})" for r in causeless)])
-    if facts.evidence.exit_code != 0 and not facts.evidence.fired:
+    if facts.evidence.exit_code != 0 and not facts.fired:
         return Check("nothing else failed", None, detail or "the run did not get to its first fault")
     return Check("nothing else failed", not detail, detail)
 
@@ -214,7 +207,7 @@ def _strategy_check(facts: Facts) -> Check:
     fell_back = facts.fell_back
     if any(isinstance(fault, CorruptFault) for fault in facts.asked.faults):
         name = "the corrupt log was noticed"
-        if facts.evidence.corruption is None:
+        if facts.flipped is None:
             return Check(name, None, "no bit was flipped")
         return Check(name, bool(fell_back), "; ".join(fell_back) or "the flipped bit was replayed")
     if any(isinstance(fault, CorruptCheckpointFault) for fault in facts.asked.faults):
@@ -242,14 +235,12 @@ def _planned_by(facts: Facts) -> str:
 
 
 def _damaged_checkpoint_check(facts: Facts) -> Check:
-    name, flipped = "the damaged checkpoint was noticed", facts.evidence.corruption
+    name, flipped = "the damaged checkpoint was noticed", facts.flipped
     if flipped is None:
         return Check(name, None, "no bit was flipped")
     refused = any(
-        event["event"] == "refused"
-        and event["rank"] == flipped["rank"]
-        and "is corrupt" in str(event.get("reason"))
-        for event in facts.events
+        event["rank"] == flipped["rank"] and "is corrupt" in event["reason"]
+        for event in facts.named("refused")
     )
     reached = [r.target_version for r in facts.recoveries if r.fell_back and r.target_version is not None]
     before = any(version < flipped["version"] for version in reached)
@@ -265,7 +256,7 @@ def _restores(facts: Facts) -> bool:
 
 def _negative_control_check(facts: Facts) -> Check:
     if not facts.asked.groups.logs:  # there is no log in which a bit could be flipped
-        records = (facts.evidence.log or {}).get("records")
+        records = _log(facts)["records"]
         return Check("nothing was logged", None if records is None else records == 0, f"{records} records")
     control = facts.evidence.negative_control or {}
     caught = control.get("caught")
@@ -276,20 +267,12 @@ def _negative_control_check(facts: Facts) -> Check:
 
 
 def _faults(facts: Facts) -> list[dict[str, Any]]:
-    times = {
-        str(event.get("id")): event["t"] - facts.events[0]["t"]
-        for event in facts.events
-        if event["event"] in ("fault", "service_killed", "corrupted")
-    }
-    return [
-        {
-            "id": fault_id(index),
-            "spec": str(fault),
-            "fired": fault_id(index) in facts.evidence.fired,
-            "t": times.get(fault_id(index)),
-        }
-        for index, fault in enumerate(facts.asked.faults)
-    ]
+    shown = []
+    for index, fault in enumerate(facts.asked.faults):
+        at = facts.fired.get(fault_id(index))
+        t = None if at is None else at - facts.events[0]["t"]
+        shown.append({"id": fault_id(index), "spec": str(fault), "fired": at is not None, "t": t})
+    return shown
 
 
 def _strategy(facts: Facts, recoveries: Sequence[Recovery]) -> dict[str, str]:
@@ -298,12 +281,8 @@ def _strategy(facts: Facts, recoveries: Sequence[Recovery]) -> dict[str, str]:
     for recovery in recoveries:
         for rank, (name, _) in recovery.strategies().items():
             for stage in facts.asked.topology.stages_of(rank):
-                strategies[stage] = max(strategies.get(stage, name), name, key=_cost_of)
+                strategies[stage] = max(strategies.get(stage, name), name, key=_COST.index)
     return {str(stage): strategies[stage] for stage in sorted(strategies)}
-
-
-def _cost_of(strategy: str) -> int:
-    return _COST.index(strategy) if strategy in _COST else len(_COST)
 
 
 def _recovery(facts: Facts, recovery: Recovery) -> dict[str, Any]:
@@ -322,7 +301,7 @@ def _recovery(facts: Facts, recovery: Recovery) -> dict[str, Any]:
         **_cost(facts, [recovery]),
         **copies([recovery]),
         "undo": undo([recovery]),
-        "shared_replays": helped_replays([recovery]),
+        "shared_replays": shared_replays(recovery),
         "replays": replays(recovery),
         "interruptions": interruptions(recovery),
         "verified_sends": recovery.replayed("verified"),
@@ -332,33 +311,27 @@ def _recovery(facts: Facts, recovery: Recovery) -> dict[str, Any]:
 
 def _cost(facts: Facts, recoveries: Sequence[Recovery]) -> dict[str, Any]:
     """Returns seconds by phase, steps and microbatches, summed over the recoveries."""
-    seconds: dict[str, float] | None = None
-    if recoveries and all(recovery.seconds is not None for recovery in recoveries):
-        names = ("detect", "fence", "plan", "rebuild", "restore", "replay", "rejoin", "total", "superseded")
-        seconds = {
-            name: round(sum((recovery.seconds or {}).get(name, 0.0) for recovery in recoveries), 6)
-            for name in names
-            if name != "superseded" or any(name in (recovery.seconds or {}) for recovery in recoveries)
-        }
+    told = [recovery.seconds for recovery in recoveries if recovery.seconds is not None]
+    seconds = {}
+    for name in dict.fromkeys(chain.from_iterable(told)):
+        seconds[name] = round(sum(phases.get(name, 0.0) for phases in told), 6)
     lost = [recovery.steps_lost for recovery in recoveries]
-    redone = (
-        sum(steps or 0 for steps in lost) * facts.asked.topology.microbatches * facts.asked.topology.ranks
-    )
+    steps_lost, shape = sum(steps or 0 for steps in lost), facts.asked.topology
+    redone = steps_lost * shape.microbatches * shape.ranks
     return {
-        "recovery_seconds": seconds,
-        "steps_lost": None if None in lost else sum(steps or 0 for steps in lost),
+        "recovery_seconds": seconds if told and len(told) == len(recoveries) else None,
+        "steps_lost": None if None in lost else steps_lost,
         "steps_replayed": sum(recovery.replayed("steps") for recovery in recoveries),
         "microbatches_recomputed": sum(recovery.replayed("microbatches") for recovery in recoveries) + redone,
     }
 
 
 def _log(facts: Facts) -> dict[str, Any]:
-    return {
-        "records": None,
-        "bytes": None,
-        **(facts.evidence.log or {}),
-        "verified_sends": sum(recovery.replayed("verified") for recovery in facts.recoveries),
-    }
+    """Returns the records and bytes logged by ranks that ran to the end; a killed process's count is lost."""
+    ended = [event for event in facts.named("finished") if "records" in event]
+    logged = {name: sum(event[name] for event in ended) if ended else None for name in ("records", "bytes")}
+    verified = sum(recovery.replayed("verified") for recovery in facts.recoveries)
+    return {**logged, "verified_sends": verified}
 
 
 # Log servers: placement of streams, moves, and whether a loss was handled.
@@ -367,21 +340,21 @@ def _log(facts: Facts) -> dict[str, Any]:
 def log_places(events: Sequence[Event]) -> dict[str, Any]:
     """Returns `placement`: rank -> its log servers at the start; `moved`; `lost`, all of `log` of the
     report."""
-    placed: dict[str, list[str]] = {}
+    placed: dict[int, list[str]] = {}
+    now: dict[int, list[str]] = {}
+    """The servers of a rank; a replacement process uses its predecessor's."""
     moved: list[dict[str, Any]] = []
     for event in events:
         if event["event"] != "log_placed":
             continue
-        rank, servers = str(event["rank"]), list(event["servers"])
-        before = placed.setdefault(rank, servers)
-        # A replacement process uses its predecessor's log servers.
-        last = next((move["to"] for move in reversed(moved) if move["rank"] == event["rank"]), before)
-        if servers != last:
-            moved.append(
-                {"rank": event["rank"], "generation": event["generation"], "from": last, "to": servers}
-            )
+        rank, servers = event["rank"], event["servers"]
+        placed.setdefault(rank, servers)
+        before = now.setdefault(rank, servers)
+        if servers != before:
+            moved.append({"rank": rank, "generation": event["generation"], "from": before, "to": servers})
+        now[rank] = servers
     return {
-        "placement": {rank: placed[rank] for rank in sorted(placed, key=int)},
+        "placement": {str(rank): placed[rank] for rank in sorted(placed)},
         "moved": moved,
         "lost": [str(event["reason"]) for event in events if event["event"] == "log_server_lost"],
     }
@@ -454,7 +427,7 @@ def _undo_check(facts: Facts) -> Check:
 def corrupt_copy_check(events: Sequence[Event]) -> Check:
     """Checks that the rank that received a flipped bit refused the state for that reason."""
     name = "the corrupt copy was noticed"
-    flipped = [event for event in events if event["event"] == "corrupted" and "stream" not in event]
+    flipped = [event for event in events if event["event"] == "corrupted" and "byte" in event]
     if not flipped:
         return Check(name, None, "no bit was flipped")
     answers = [_refused(event["rank"], events[events.index(event) + 1 :]) for event in flipped]
@@ -537,12 +510,8 @@ def undo(recoveries: Sequence[Recovery]) -> dict[str, Any]:
 # Replays: who helped, and what an interruption cost.
 
 
-def helped_replays(recoveries: Sequence[Recovery]) -> list[dict[str, Any]]:
+def shared_replays(recovery: Recovery) -> list[dict[str, Any]]:
     """Returns for each shared replay the ranks, their microbatches per step, the steps, and who declined and why."""
-    return [replay for recovery in recoveries for replay in _of(recovery)]
-
-
-def _of(recovery: Recovery) -> list[dict[str, Any]]:
     ends = {event["rank"]: event for event in recovery.made("replay_end")}
     shown = []
     for begun in recovery.made("help_begin"):
@@ -572,14 +541,13 @@ def check_helpers(recoveries: Sequence[Recovery]) -> list[Check]:
     if not planned:
         return []
     name = "planned help was given"
+    shared = [replay for recovery in planned for replay in shared_replays(recovery)]
     without = [
         f"rank {replay['rank']}: {replay['alone_because'] or replay['declined'] or 'no shared step'}"
-        for recovery in planned
-        for replay in _of(recovery)
+        for replay in shared
         if not replay["steps"]
     ]
-    silent = sum(len((recovery.made_by or {})["help"]) for recovery in planned) - len(helped_replays(planned))
-    if silent > 0:
+    if len(shared) < sum(len((recovery.made_by or {})["help"]) for recovery in planned):
         return [Check(name, None, "a shared replay is not in the trace")]
     return [Check(name, not without, "; ".join(without))]
 

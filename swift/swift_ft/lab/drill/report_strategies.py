@@ -4,14 +4,14 @@ They are derived from what ranks and the launcher reported, independently of the
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
 from swift_ft.fault_grammar import CorruptCopyFault, RankFault
 from swift_ft.lab.drill import shrinking
 from swift_ft.lab.drill.facts import Facts
-from swift_ft.lab.drill.timeline import Event, Recovery
+from swift_ft.lab.drill.timeline import Event
 from swift_ft.lab.drill.verdict_checks import TRAINED_FIELDS, Check
 from swift_ft.planner import SETTINGS
 
@@ -53,7 +53,7 @@ def _vacant_check(facts: Facts) -> Check:
     """Checks that every lost rank left the slots of its cell vacant, and no other did."""
     name = "the slots of lost ranks were left vacant"
     lost = shrinking.vacated(facts.asked)
-    left = {int(event["rank"]) for event in facts.events if event["event"] == "left_vacant"}
+    left = {event["rank"] for event in facts.named("left_vacant")}
     seen = {rank for recovery in facts.recoveries for rank in recovery.vacant}
     if not lost:
         return Check(name, None, "no rank was to be lost")
@@ -74,7 +74,7 @@ def _moved_check(facts: Facts) -> Check:
 
 def _moves(facts: Facts) -> dict[int, int]:
     """Returns lost rank -> the rank whose place its new process shares."""
-    return {int(e["rank"]): int(e["beside"]) for e in facts.events if e["event"] == "moved"}
+    return {event["rank"]: event["beside"] for event in facts.named("moved")}
 
 
 def _growth_checks(facts: Facts) -> list[Check]:
@@ -90,8 +90,8 @@ def _growth_checks(facts: Facts) -> list[Check]:
 
 def _computed_for(event: dict[str, Any], facts: Facts) -> int:
     """Returns the lost rank whose origin's batch another rank of the same stage computed."""
-    rank, places = int(event["rank"]), facts.asked.topology.places
-    return rank // places * places + int(event["origin"])
+    rank, places = event["rank"], facts.asked.topology.places
+    return int(rank // places * places + event["origin"])
 
 
 def _calculation_check(facts: Facts) -> Check:
@@ -102,7 +102,7 @@ def _calculation_check(facts: Facts) -> Check:
     lost = [r.target_version for r in facts.recoveries if r.vacant and r.target_version is not None]
     until = min([*lost, *lossy_buckets(facts.events)], default=-1)
     pairs = [
-        (evidence.calculated.get(version), evidence.twin_digests.get(f"rank0-v{version}"))
+        (evidence.calculated.get(version), evidence.twin.digests.get(f"rank0-v{version}"))
         for version in range(1, until + 1)
     ]
     known = [(ours, twin) for ours, twin in pairs if ours is not None and twin is not None]
@@ -113,9 +113,7 @@ def _calculation_check(facts: Facts) -> Check:
 
 
 def _shrink(facts: Facts) -> dict[str, Any]:
-    adopted = Counter(
-        (_computed_for(e, facts), int(e["rank"])) for e in facts.events if e["event"] == "adopted_step"
-    )
+    adopted = Counter((_computed_for(e, facts), e["rank"]) for e in facts.named("adopted_step"))
     return {
         "lost_shard": "drop" if facts.asked.drops else "redistribute",
         "moved": {str(rank): beside for rank, beside in sorted(_moves(facts).items())},
@@ -170,24 +168,16 @@ def _steps_lost_check(facts: Facts) -> Check:
 
 
 def _snapshot(facts: Facts) -> dict[str, Any]:
-    taken = [event for event in facts.events if event["event"] == "snapshot_taken"]
-    restored = [event for event in facts.events if event["event"] == "snapshot_restored"]
+    keepers: dict[int, set[int]] = {}
+    for event in facts.named("snapshot_taken"):
+        for rank in event["kept_for"]:
+            keepers.setdefault(rank, set()).add(event["rank"])
+    told = ("rank", "version", "source", "bytes", "seconds")
     return {
         "every": facts.asked.snapshot_every,
-        "partners": _partners(taken),
-        "restored": [
-            {name: event[name] for name in ("rank", "version", "source", "bytes", "seconds")}
-            for event in restored
-        ],
+        "partners": {str(rank): sorted(keepers[rank]) for rank in sorted(keepers)},
+        "restored": [{name: event[name] for name in told} for event in facts.named("snapshot_restored")],
     }
-
-
-def _partners(taken: Sequence[Event]) -> dict[str, list[int]]:
-    keepers: dict[int, set[int]] = {}
-    for event in taken:
-        for rank in event["kept_for"]:
-            keepers.setdefault(int(rank), set()).add(int(event["rank"]))
-    return {str(rank): sorted(keepers[rank]) for rank in sorted(keepers)}
 
 
 # Checkpoints: their cost, and the one to which all had to go back.
@@ -218,9 +208,7 @@ def _newest_checkpoint_check(facts: Facts) -> Check:
 
 def _checkpoint(facts: Facts) -> dict[str, Any]:
     """Returns bytes and seconds of one rank's part of a version; None where no rank reported any."""
-    durable = [
-        event for event in facts.events if event["event"] == "checkpoint_durable" and "stall_s" in event
-    ]
+    durable = [event for event in facts.named("checkpoint_durable") if "stall_s" in event]
     # Version 0 is left out: before the first step optimizers have no state.
     warm = [event for event in durable if event["version"] > 0]
     return {
@@ -252,7 +240,7 @@ def lossy_buckets(events: Sequence[Event]) -> dict[int, list[Bucket]]:
     steps: dict[int, list[Bucket]] = {}
     for event in events:
         if event["event"] == "lossy_step":
-            steps.setdefault(int(event["step"]), event["buckets"])
+            steps.setdefault(event["step"], event["buckets"])
     return steps
 
 
@@ -284,11 +272,8 @@ def _finished_check(facts: Facts) -> Check:
 
 def _alike_check(facts: Facts) -> Check:
     first = lossy_buckets(facts.events)
-    other = [
-        (int(e["rank"]), int(e["step"]))
-        for e in facts.events
-        if e["event"] == "lossy_step" and e["buckets"] != first[int(e["step"])]
-    ]
+    told = facts.named("lossy_step")
+    other = [(e["rank"], e["step"]) for e in told if e["buckets"] != first[e["step"]]]
     return Check("all tell the same of these buckets", not other, f"(rank, step): {other}")
 
 
@@ -324,20 +309,8 @@ def _worlds(step: int, facts: Facts) -> list[set[int]]:
 
 
 def _lossy(facts: Facts) -> list[dict[str, Any]]:
-    return [
-        {
-            "step": step,
-            "buckets": [
-                {
-                    "parameters": len(bucket["parameters"]),
-                    "contributors": list(bucket["contributors"]),
-                    "divisor": bucket["divisor"],
-                }
-                for bucket in buckets
-            ],
-        }
-        for step, buckets in sorted(lossy_buckets(facts.events).items())
-    ]
+    buckets = lossy_buckets(facts.events)
+    return [{"step": step, "buckets": buckets[step]} for step in sorted(buckets)]
 
 
 # reinit: the ranks that restarted their training function, and in which process.
@@ -347,25 +320,15 @@ def _begun_again_check(facts: Facts) -> Check:
     name = "every survivor began its training function again"
     if any(recovery.ended_t is None for recovery in facts.recoveries):
         return Check(name, None, "a recovery has no end")
+    ranks = set(range(facts.asked.topology.ranks))
     missing = [
         f"recovery {number}: rank {rank} went on where it was"
         for number, recovery in enumerate(facts.recoveries, start=1)
-        for rank in sorted(
-            set(range(facts.asked.topology.ranks)) - recovery.victims - _begun(facts, recovery)
-        )
+        for rank in sorted(ranks - recovery.victims - {event["rank"] for event in recovery.named("reinit")})
     ]
     return Check(name, not missing, "; ".join(missing))
 
 
-def _begun(facts: Facts, recovery: Recovery) -> Set[int]:
-    assert recovery.ended_t is not None
-    return {
-        int(event["rank"])
-        for event in facts.events
-        if event["event"] == "reinit" and recovery.began_t <= event["t"] <= recovery.ended_t
-    }
-
-
 def _reinit(facts: Facts) -> dict[str, Any]:
-    again = [event for event in facts.events if event["event"] == "reinit"]
-    return {"begun_again": [{"rank": int(event["rank"]), "pid": event["pid"]} for event in again]}
+    again = facts.named("reinit")
+    return {"begun_again": [{"rank": event["rank"], "pid": event["pid"]} for event in again]}

@@ -14,8 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +31,10 @@ from swift_ft.fault_grammar import (
 from swift_ft.files import make_directory, read_given, write_whole
 from swift_ft.lab.drill import faults, shrinking, timeline
 from swift_ft.lab.drill.cluster import JOB, POLL_S, Cluster, Security
-from swift_ft.lab.drill.config import DrillConfig, same_identity
-from swift_ft.lab.drill.facts import Evidence
-from swift_ft.lab.drill.faults import to_environment
+from swift_ft.lab.drill.config import DrillConfig
+from swift_ft.lab.drill.facts import Evidence, Twin
 from swift_ft.lab.drill.report_strategies import lossy_buckets
-from swift_ft.lab.drill.verdict_checks import Digest, Losses, losses_of
+from swift_ft.lab.drill.verdict_checks import Digest, losses_of
 from swift_ft.lab.failures import damage
 from swift_ft.lab.failures.damage import EXTERNAL, HeldVictims, flip, segment_files
 from swift_ft.log import segment
@@ -106,15 +104,6 @@ LOG_LOST_S = 6.0
 _NO_PROGRESS = ("denied", "heartbeat_unanswered", "suspect", "token_renewed", "trim_failed")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Twin:
-    digests: Mapping[str, Digest]
-    exit_code: int | None
-    recoveries: int = 0
-    output: str = ""
-    losses: Losses = field(default_factory=dict)
-
-
 class _Watch:
     """Follows one run to its end and keeps what its trace has shown so far."""
 
@@ -128,7 +117,6 @@ class _Watch:
         """Ranks that have joined and whose slot was not left vacant since."""
         self.saved = -1
         """The newest version whose checkpoints are durable on all ranks."""
-        self.stalled = False
         self._moved = time.monotonic()
 
     def follow(self, each_turn: Callable[[], None] = lambda: None) -> int | None:
@@ -142,7 +130,6 @@ class _Watch:
             if code is not None:
                 return code
             if time.monotonic() - self._moved > STALL_S:
-                self.stalled = True
                 return None
             time.sleep(POLL_S)
 
@@ -164,11 +151,10 @@ class FaultedRun:
     def __init__(self, config: DrillConfig, directory: Path) -> None:
         self._config = config
         self._done: set[int] = set()
-        self._corruption: dict[str, Any] | None = None
         self._copy: Path | None = None
         self._copy_tried = 0.0
         self.output = ""
-        """The last lines of every process's output, if the run failed."""
+        """The last lines of every process's output, if a run failed."""
         self.directory = directory
         self._cluster = Cluster(
             directory,
@@ -176,22 +162,13 @@ class FaultedRun:
             spares=config.spares if shrinking.is_replaced(config) else 0,
             max_restarts=None if shrinking.is_replaced(config) else 0,
             trainer_arguments=[*config.trainer_arguments(), *config.recovery_arguments()],
-            faults=to_environment(
-                config.faults,
-                shrinking.pauses(config),
-                config.topology,
-                paused=shrinking.first_survivor(config),
-                strategy="shrink" if config.strategy == "auto" and config.shrinks else config.strategy,
-            ),
+            faults=faults.to_environment(config),
             die_at=[
                 (fault_id(index), fault.state.upper())
                 for index, fault in enumerate(config.faults)
                 if isinstance(fault, CoordinatorFault)
             ],
-            settings={
-                # Measuring an undo's error costs copies of state that the step changes; a drill needs the error.
-                "SWIFT_REHEARSE": config.rehearse,
-            },
+            settings={"SWIFT_REHEARSE": config.rehearse},
             security=Security(directory / "security", JOB) if config.secure else None,
             checkpoints=f"{config.checkpoint_dir.rstrip('/')}/drill-{secrets.token_hex(4)}"
             if config.checkpoint_dir
@@ -203,9 +180,9 @@ class FaultedRun:
         self._held = HeldVictims(self._cluster.fault_directory, config.faults)
         self._watch = _Watch(self._cluster)
 
-    def run(self, twin: Callable[[], Twin]) -> Evidence:
-        """Runs the job and returns the evidence. Calls `twin` after this run has ended."""
-        _say(f"{self._config.topology.steps} steps with faults")
+    def run(self, twin_directory: Path) -> Evidence:
+        """Runs the job, and then its twin (`twin_of`), and returns the evidence."""
+        _announce(f"{self._config.topology.steps} steps with faults")
         with self._cluster:
             code = self._watch.follow(self._turn)
             if code != 0:
@@ -213,22 +190,16 @@ class FaultedRun:
             if self._copy is None:
                 self._copy = snapshot(self._cluster.log_directories, self.directory / "control")
         trace = events.read(self.directory / "events")
-        without = twin()
+        twin = twin_of(self._config, twin_directory)
+        self._add_output(twin.output)
         calculated = self._calculated(trace) if self._config.drops else {}
         return Evidence(
             events=trace,
             digests=read_digests(self.directory / "digests"),
-            twin_digests=without.digests,
+            twin=twin,
             exit_code=code,
-            stalled=self._watch.stalled,
-            twin_exit_code=without.exit_code,
-            twin_recoveries=without.recoveries,
-            fired=self._fired(trace),
-            corruption=self._corruption,
-            log=_logged(trace),
             negative_control=flip_and_read(self._copy, self._config.seed),
             calculated=calculated,
-            twin_losses=without.losses,
         )
 
     def _calculated(self, trace: list[dict[str, Any]]) -> dict[int, Digest]:
@@ -251,16 +222,17 @@ class FaultedRun:
                 timeout=CALCULATION_S,
                 check=False,
             )
+            problem = done.stderr
         except subprocess.TimeoutExpired:
-            late = (
-                f"the calculation to compare with did not end within {CALCULATION_S:g} s: take fewer --steps"
-            )
-            self.output = "\n".join(filter(None, [self.output, late]))
-            return {}
-        if done.returncode != 0:
-            self.output = "\n".join(filter(None, [self.output, done.stderr]))
+            late = f"did not end within {CALCULATION_S:g} s: take fewer --steps"
+            problem = f"the calculation to compare with {late}"
+        if not out.exists():
+            self._add_output(problem)
             return {}
         return {int(version): digests for version, digests in json.loads(out.read_text()).items()}
+
+    def _add_output(self, problem: str) -> None:
+        self.output = "\n".join(filter(None, [self.output, problem]))
 
     def _turn(self) -> None:
         for index, fault in enumerate(self._config.faults):
@@ -299,7 +271,6 @@ class FaultedRun:
         if flipped is None and self._held.waited_s(held) < HOLD_S:
             return
         if flipped is not None:
-            self._corruption = {"fault": fault_id(index), **flipped}
             self._cluster.trace("corrupted", id=fault_id(index), **flipped)
         self._done.add(index)
 
@@ -311,29 +282,14 @@ class FaultedRun:
                 return None
             place = self.directory / "checkpoints" / JOB
             return damage.corrupt_checkpoint(place, fault.rank, newest, self._config.seed)
-        stream = faults.corrupted_stream(
-            fault, self._config.faults, self._config.topology, self._config.groups
-        )
+        stream = faults.corrupted_stream(fault, self._config)
         return damage.corrupt_stream(self._cluster.log_directories, stream, fault.step, self._config.seed)
 
-    def _fired(self, trace: list[dict[str, Any]]) -> frozenset[str]:
-        by_ranks = {path.stem for path in self._cluster.fault_directory.glob("*.fired")}
-        by_us = {e["id"] for e in trace if e["event"] in ("service_killed", "corrupted")}
-        return frozenset(by_ranks | by_us)
 
-
-def _say(what: str) -> None:
+def _announce(what: str) -> None:
     """Tells somebody who waits at a terminal what is run now."""
     if sys.stderr.isatty():
         tell(f"drill: {what}")
-
-
-def _logged(trace: list[dict[str, Any]]) -> dict[str, int] | None:
-    """Returns the records and bytes logged by ranks that ran to the end; a killed process's count is lost."""
-    totals = [event for event in trace if event["event"] == "finished" and "records" in event]
-    if not totals:
-        return None
-    return {name: sum(int(event[name]) for event in totals) for name in ("records", "bytes")}
 
 
 def read_digests(directory: Path) -> dict[str, Digest]:
@@ -351,7 +307,7 @@ def stored_twin(config: DrillConfig, directory: Path) -> Twin | None:
         return None
     try:
         stored = json.loads(read_given(path, f"--twin {directory}: {TWIN_FILE}"))
-        if not same_identity(stored["identity"], config.identity()):
+        if stored["identity"] != json.loads(json.dumps(config.identity())):
             raise UsageError(
                 f"--twin {directory}: made with other settings or versions; give another directory"
             )
@@ -364,9 +320,20 @@ def stored_twin(config: DrillConfig, directory: Path) -> Twin | None:
         raise UsageError(f"--twin {directory}: it is damaged; give another directory") from None
 
 
+def twin_of(config: DrillConfig, directory: Path) -> Twin:
+    """Returns the twin that is kept in `--twin`, or runs it in `directory`, and keeps it there."""
+    if config.twin is None:
+        return run_twin(config, directory)
+    twin = stored_twin(config, config.twin)
+    if twin is None:
+        twin = run_twin(config, directory)
+        store_twin(config, twin, config.twin)
+    return twin
+
+
 def run_twin(config: DrillConfig, directory: Path) -> Twin:
-    """Runs the failure-free twin in `directory`; `store_twin` keeps its results."""
-    _say(f"{config.topology.steps} steps without a failure")
+    """Runs the failure-free twin in `directory`."""
+    _announce(f"{config.topology.steps} steps without a failure")
     cluster = Cluster(
         directory,
         ranks=config.topology.ranks,

@@ -11,10 +11,10 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from swift_ft.errors import ServiceError, UsageError
-from swift_ft.fault_grammar import ENV_FAULTS, ENV_FAULTS_DIR, CorruptFault, RankFault
+from swift_ft.fault_grammar import ENV_FAULTS, ENV_FAULTS_DIR, CorruptFault, RankFault, pause
 from swift_ft.lab.drill.options import options_of
 from swift_ft.planner import lost_shard_problem, reroutes
 from swift_ft.text import ADAPTIVE_SETTINGS
@@ -137,14 +137,13 @@ def vacated(config: "DrillConfig") -> frozenset[int]:
     return frozenset(rank for lost in victims(config) for rank in config.topology.cell(lost))
 
 
-def first_survivor(config: "DrillConfig") -> int:
-    """Returns the rank that pauses until the lost ranks have rejoined."""
-    return min(set(range(config.topology.ranks)) - vacated(config), default=0) if config.shrinks else 0
-
-
-def pauses(config: "DrillConfig") -> dict[str, int]:
-    """Returns id -> the step before which training pauses until the drill creates ``<id>.go``."""
-    return {} if config.grown_at is None else {PAUSE: config.grown_at}
+def pauses(config: "DrillConfig") -> list[dict[str, Any]]:
+    """Returns the rank that pauses before the step of `--grow` until the lost ranks have rejoined, as ranks are told
+    it (`fault_grammar.pause`); none without that flag."""
+    if config.grown_at is None:
+        return []
+    survivors = set(range(config.topology.ranks)) - vacated(config)
+    return [pause(PAUSE, min(survivors), config.grown_at)]
 
 
 def has_grown(cluster: "Cluster", present: frozenset[int], config: "DrillConfig") -> bool:

@@ -17,6 +17,9 @@ from typing import Any
 
 Event = dict[str, Any]
 
+_TOLD = {"replica": "replica_received", "undo": "undone", "roll_forward": "roll_forward"}
+"""Strategy of a plan -> the event with which a rank tells that it has carried it out."""
+
 
 @dataclass(kw_only=True)
 class Recovery:
@@ -54,7 +57,7 @@ class Recovery:
 
     def made(self, name: str) -> list[Event]:
         """Returns its events of this name, of the generation that produced the state (`made_in`)."""
-        return _of_generation(self.named(name), self.made_in, self.window)
+        return [event for event in self.named(name) if event["generation"] == self.made_in]
 
     @property
     def generation(self) -> int:
@@ -105,7 +108,7 @@ class Recovery:
         """Returns rank -> (strategy, reason) of the last plan. For a rank that keeps the state that an earlier
         generation of this recovery gave it, returns that generation's strategy."""
         strategies = _strategies_of(self.plan)
-        restored = {e["rank"]: int(e.get("generation") or 0) for e in self.named("restore_end")}
+        restored = {e["rank"]: e["generation"] for e in self.named("restore_end")}
         for rank, generation in restored.items():
             if generation in self.planned and strategies.get(rank, ("", ""))[0] == "keep":
                 strategies[rank] = _strategies_of(self.planned[generation]).get(rank, strategies[rank])
@@ -161,59 +164,44 @@ def _strategies_of(plan: Event | None) -> dict[int, tuple[str, str]]:
     return {int(e["rank"]): (_strategy_of(e), str(e.get("reason", ""))) for e in _entries(plan)}
 
 
-def state_of(event: Event) -> str:
-    return str(event.get("state", "")).lower()
-
-
 def recoveries(events: Sequence[Event], parts: int = 1) -> list[Recovery]:
     """Returns all recoveries, by time. `parts`: the ranks that hold one replica of a stage together."""
     so_far: list[Recovery] = []
-    running_before: float | None = None
+    # Before the first RUNNING there is nothing to recover from: ranks are still forming.
+    runs = False
+    current: Recovery | None = None
     for event in _states(events):
-        state, generation = state_of(event), int(event.get("generation") or 0)
-        current = so_far[-1] if so_far and so_far[-1].ended_t is None else None
+        state, generation = event["state"].lower(), event["generation"]
         if state == "running":
             if current is not None:
                 current.ended_t = event["t"]
-            running_before = event["t"]
-        elif state in ("fencing", "planning", "recovering"):
+            runs, current = True, None
+        elif runs and state in ("fencing", "planning", "recovering"):
             if current is None:
-                # Before the first RUNNING there is nothing to recover from: ranks are still forming.
-                if running_before is None:
-                    continue
                 current = Recovery(began_t=event["t"])
                 so_far.append(current)
             if not current.generations or generation > current.generations[-1]:
                 current.generations.append(generation)
                 current.reasons.append(str(event.get("reason", "")))
     previous_end = float("-inf")
-    noticed = _noticed(events)
     vacant: frozenset[int] = frozenset()
     for recovery in so_far:
         end = recovery.ended_t if recovery.ended_t is not None else float("inf")
         recovery.window = [event for event in events if previous_end < event["t"] <= end]
-        recovery.faults = [
-            event for event in _named(events, "fault") if previous_end < noticed[_fault_key(event)] <= end
-        ]
+        faults = _named(events, "fault")
+        recovery.faults = [fault for fault in faults if previous_end < _noticed(fault, events) <= end]
         lost = {rank - rank % parts + part for rank in recovery.victims for part in range(parts)}
         _fill(recovery, [event for event in events if event["t"] > end], events, vacant, lost)
         previous_end, vacant = end, recovery.vacant
     return so_far
 
 
-def _fault_key(event: Event) -> tuple[Any, Any]:
-    return event.get("id"), event["pid"]
-
-
-def _noticed(events: Sequence[Event]) -> dict[tuple[Any, Any], float]:
-    """Returns fault -> time when the coordinator has fenced its process, or else of the kill. A process that dies as a
-    recovery ends belongs to the next one."""
-    fenced = [(event["rank"], float(event["t"])) for event in _named(events, "fenced")]
-
-    def noticed(rank: Any, t: float) -> float:
-        return min((at for of, at in fenced if of == rank and at >= t), default=t)
-
-    return {_fault_key(fault): noticed(fault["rank"], float(fault["t"])) for fault in _named(events, "fault")}
+def _noticed(fault: Event, events: Sequence[Event]) -> float:
+    """Returns when the coordinator has fenced the fault's process, or else the time of the kill. A process that dies as
+    a recovery ends belongs to the next one."""
+    rank, at = fault["rank"], fault["t"]
+    later = (e["t"] for e in _named(events, "fenced") if e["rank"] == rank and e["t"] >= at)
+    return float(min(later, default=at))
 
 
 def _fill(
@@ -225,7 +213,7 @@ def _fill(
     # It may have died long before, for example in an earlier recovery.
     killed = [e for e in _named(events, "service_killed") if e.get("lost")]
     recovery.servers_killed = [event for event in killed if event.get("number") in numbers]
-    recovery.planned = {int(event.get("generation") or 0): event for event in recovery.named("plan")}
+    recovery.planned = {event["generation"]: event for event in recovery.named("plan")}
     if recovery.plan is None:
         recovery.missing.append("plan")
         recovery.vacant = vacant
@@ -235,15 +223,10 @@ def _fill(
         recovery.returned = vacant & present
     if recovery.replay_expected and not recovery.made("replay_end"):
         recovery.missing.append("replay_end")
-    for strategy, name in (
-        ("replica", "replica_received"),
-        ("undo", "undone"),
-        ("roll_forward", "roll_forward"),
-    ):
-        done = [e for e in recovery.named(name) if e.get("generation") == recovery.generation]
-        ranks_told = {event.get("rank") for event in done}
-        told = [e["rank"] for e in _entries(recovery.plan) if _strategy_of(e) == strategy]
-        recovery.missing += [f"{name} of rank {rank}" for rank in told if rank not in ranks_told]
+    for strategy, name in _TOLD.items():
+        told = {event["rank"] for event in recovery.named(name) if event["generation"] == recovery.generation}
+        planned = [entry["rank"] for entry in _entries(recovery.plan) if _strategy_of(entry) == strategy]
+        recovery.missing += [f"{name} of rank {rank}" for rank in planned if rank not in told]
     recovery.seconds = _phases(recovery, after)
     recovery.freed_seconds = _freed(recovery.window)
     reached = [event["step"] + 1 for event in _named(events, "step_end") if event["t"] < recovery.began_t]
@@ -261,15 +244,6 @@ def _freed(window: list[Event]) -> float | None:
         elif event["event"] == "freed" and event.get("rank") in noticed:  # a log server frees bytes
             took.append(event["t"] - noticed.pop(event["rank"]))
     return max(took, default=None)
-
-
-def _of_generation(events: list[Event], generation: int, window: list[Event]) -> list[Event]:
-    """Returns the events of this generation, by their field, or without one those since the generation began."""
-    begun = min(
-        (e["t"] for e in _states(window) if int(e.get("generation") or 0) >= generation),
-        default=float("-inf"),
-    )
-    return [e for e in events if (e["generation"] == generation if "generation" in e else e["t"] >= begun)]
 
 
 def _phases(recovery: Recovery, after: list[Event]) -> dict[str, float] | None:
@@ -313,11 +287,7 @@ def _phases(recovery: Recovery, after: list[Event]) -> dict[str, float] | None:
 
 def _milestones(window: list[Event], generation: int) -> dict[str, float]:
     """Returns state -> when this generation was first seen in it or in a later state."""
-    seen = [
-        (event["t"], state_of(event))
-        for event in _states(window)
-        if int(event.get("generation") or 0) >= generation
-    ]
+    seen = [(e["t"], e["state"].lower()) for e in _states(window) if e["generation"] >= generation]
     order = ("fencing", "planning", "recovering", "running")
     return {
         state: min((t for t, name in seen if name in order[index:]), default=float("inf"))
@@ -345,10 +315,6 @@ def _states(events: Iterable[Event]) -> list[Event]:
 
 def _named(events: Iterable[Event], name: str) -> list[Event]:
     return [event for event in events if event["event"] == name]
-
-
-def fault_ids(events: Iterable[Event]) -> set[str]:
-    return {str(event.get("id")) for event in _named(events, "fault")}
 
 
 def rehearsals(events: Iterable[Event]) -> list[dict[str, Any]]:
@@ -382,32 +348,14 @@ def survivors_kept(events: Sequence[Event], ranks: int) -> dict[int, bool] | Non
 def throughput(
     events: Sequence[Event], recoveries: Sequence[Recovery], ranks: int
 ) -> dict[str, float | None]:
-    """Returns steps per second before the first kill, from it to the first step after the last recovery, and after.
-
-    A step is done once all ranks have ended it. `during` counts the steps done in that time: a failure's cost shows as
-    a rate near zero for `recovery_seconds.total`.
-    """
-    kills = [recovery.kill_t for recovery in recoveries if recovery.kill_t is not None]
-
-    def done(events: Iterable[Event]) -> dict[int, float]:
-        return _completed(events, ranks, recoveries)
-
-    begun = [event["t"] for event in _named(events, "step_begin")]
+    """Returns steps per second before the first kill, and after the last recovery. A step is done once all ranks have
+    ended it."""
+    killed = min((r.kill_t for r in recoveries if r.kill_t is not None), default=float("inf"))
+    back = recoveries[-1].ended_t if recoveries else None
     ended = _named(events, "step_end")
-    if not kills:
-        return {"before": _rate(done(ended)), "during": None, "after": None}
-    killed, back = min(kills), recoveries[-1].ended_t
-    resumed = min((t for t in begun if back is not None and t > back), default=None)
-    before = done(event for event in ended if event["t"] < killed)
-    if resumed is None:
-        return {"before": _rate(before), "during": None, "after": None}
-    within = done(event for event in ended if event["t"] <= resumed)
-    after = done(event for event in ended if event["t"] > resumed)
-    return {
-        "before": _rate(before),
-        "during": len(within.keys() - before.keys()) / (resumed - killed),
-        "after": len(after) / (max(after.values()) - resumed) if after else None,
-    }
+    before = _completed([event for event in ended if event["t"] < killed], ranks, recoveries)
+    after = [] if back is None else [event for event in ended if event["t"] > back]
+    return {"before": _rate(before), "after": _rate(_completed(after, ranks, recoveries))}
 
 
 def vacant_at(version: int, recoveries: Sequence[Recovery]) -> frozenset[int]:
@@ -432,7 +380,8 @@ def _completed(ended: Iterable[Event], ranks: int, recoveries: Sequence[Recovery
 
 
 def _rate(done: dict[int, float]) -> float | None:
-    """Returns steps per second, from the end of the first step: its beginning includes the start-up."""
+    """Returns steps per second, from the end of the first step: its beginning includes the start-up, or the end of a
+    recovery."""
     if len(done) < 2:
         return None
     return (len(done) - 1) / (max(done.values()) - min(done.values()))

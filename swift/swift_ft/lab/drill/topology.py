@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from swift_ft.errors import UsageError
-from swift_ft.lab.drill.options import of_both, options_of
+from swift_ft.lab.drill import options
+from swift_ft.lab.drill.options import of_both
 from swift_ft.log import record
 from swift_ft.planner.groups import RecoveryGroups
 
@@ -67,30 +68,29 @@ SPLITTING = ("interleavedzerobubble", "zbv")
 microbatches.)"""
 
 
+_COUNT = (1, 10**9)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:
     """The shape of one drill. Construction validates it (`UsageError`) before anything is started."""
 
-    pipeline_ranks: int = of_both(4, "ranks in a pipeline", "P", flag="--stages")
-    replicas: int = of_both(1, "replicas of every stage", "D")
+    pipeline_ranks: int = of_both(4, "ranks in a pipeline", "P", flag="--stages", bounds=_COUNT)
+    replicas: int = of_both(1, "replicas of every stage", "D", bounds=_COUNT)
     """Number of parallel pipelines; each has its own batches."""
-    shards: int = of_both(1, "ranks that share one replica of a stage (FSDP2)", "S")
-    tensor_parallel: int = of_both(1, "ranks that compute a stage's layers together", "T")
-    steps: int = of_both(30, "optimizer steps", "N")
-    microbatches: int = of_both(8, "microbatches per step and replica", "M")
+    shards: int = of_both(1, "ranks that share one replica of a stage (FSDP2)", "S", bounds=_COUNT)
+    tensor_parallel: int = of_both(1, "ranks that compute a stage's layers together", "T", bounds=_COUNT)
+    steps: int = of_both(30, "optimizer steps", "N", bounds=_COUNT)
+    microbatches: int = of_both(8, "microbatches per step and replica", "M", bounds=_COUNT)
     schedule: str = of_both("1f1b", known=tuple(SCHEDULES))
-    checkpoint_every: int = of_both(10, "steps between checkpoints", "K")
+    checkpoint_every: int = of_both(10, "steps between checkpoints", "K", bounds=_COUNT)
 
     def __post_init__(self) -> None:
         for problem in self._problems():
             raise UsageError(problem)
 
     def _problems(self) -> Iterator[str]:
-        if self.schedule not in SCHEDULES:
-            yield f"unknown schedule {self.schedule!r}: one of {', '.join(SCHEDULES)}"
-        for each in options_of(Topology):
-            if each.kind is int and getattr(self, each.attribute) < 1:
-                yield f"{each.name} must be at least 1, not {getattr(self, each.attribute)}"
+        yield from options.problems(options.values_of(self, Topology), options.options_of(Topology))
         ranks, schedule, microbatches = self.pipeline_ranks, self.schedule, self.microbatches
         if self.ranks > RANKS_MAX:
             yield (
@@ -163,7 +163,7 @@ class Topology:
     def stages_of(self, rank: int) -> tuple[int, ...]:
         return tuple(s for s in range(self.stages) if self.pipeline_rank_of(s) == self.pipeline_rank(rank))
 
-    def replay_streams(self, rank: int, groups: RecoveryGroups = RecoveryGroups()) -> tuple[str, ...]:  # noqa: B008
+    def replay_streams(self, rank: int, groups: RecoveryGroups) -> tuple[str, ...]:
         """Returns the log streams whose tensors a replay of this rank's recovery group reads: what the group received
         from stages outside it.
 

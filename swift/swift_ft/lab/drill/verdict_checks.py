@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from swift_ft.lab.drill.timeline import Event
@@ -38,8 +38,8 @@ class Comparison:
     version: int
     generation: int | None
     """Generation of the recovery; None: at the end of the run."""
-    ranks: dict[str, dict[str, Any]] = field(default_factory=dict)
-    inexact: bool = False
+    ranks: dict[str, dict[str, Any]]
+    inexact: bool
     """Whether an inexact operation came before: trained fields may differ from the failure-free run's."""
 
     def as_json(self) -> dict[str, Any]:
@@ -47,13 +47,6 @@ class Comparison:
         if self.generation is not None:
             head["generation"] = self.generation
         return {**head, "ranks": self.ranks}
-
-    def theirs(self, rank: int) -> str:
-        return f"rank{rank}-v{self.version}"
-
-    def ours(self, rank: int) -> str:
-        name = self.theirs(rank)
-        return name if self.generation is None else f"{name}-g{self.generation}"
 
     @property
     def equal(self) -> bool | None:
@@ -96,15 +89,16 @@ def compare(
     *,
     inexact: bool,
 ) -> Comparison:
-    comparison = Comparison(version, generation, inexact=inexact)
+    at = "" if generation is None else f"-g{generation}"
+    compared = {}
     for rank in ranks:
-        ours, theirs = digests.get(comparison.ours(rank)), twin.get(comparison.theirs(rank))
-        comparison.ranks[str(rank)] = {
+        ours, theirs = digests.get(f"rank{rank}-v{version}{at}"), twin.get(f"rank{rank}-v{version}")
+        compared[str(rank)] = {
             "recovered": ours,
             "failure_free": theirs,
             "equal": equal_digests(ours, theirs),
         }
-    return comparison
+    return Comparison(version, generation, compared, inexact)
 
 
 def equal_digests(ours: Digest | None, twin: Digest | None) -> bool | None:
@@ -151,8 +145,8 @@ def compare_losses(
     if not rows:
         return None
     relative = [abs(row[1] - row[2]) / abs(row[2]) if row[2] else math.inf for row in rows]
-    fewest = {id(ours): 1 if vacancies else dp_size, id(twin): dp_size}
-    whole = all(len(run.get(step, {})) >= fewest[id(run)] for run in (ours, twin) for step in range(steps))
+    fewest = (ours, 1 if vacancies else dp_size), (twin, dp_size)
+    whole = all(len(run.get(step, {})) >= ranks for run, ranks in fewest for step in range(steps))
     return {
         "steps": [row[0] for row in rows],
         "recovered": [_finite(row[1]) for row in rows],
