@@ -55,21 +55,14 @@ def expected_s(work_s: float, save_s: float, down_s: float, ratio: float, mtbf_s
 def best_work_s(save_s: float, ratio: float, mtbf_s: float) -> float:
     """Returns the work between checkpoints that minimizes E / work.
 
-    With x = ratio work / mtbf and c = ratio save / mtbf, dE/dwork = E / work becomes log(1 - x) + x + c = 0. It has one
-    root in (0, 1) for c > 0, which a float cannot tell from 1 if c is large.
+    With x = ratio work / mtbf and c = ratio save / mtbf, dE/dwork = E / work becomes log(1 - x) + x + c = 0. Its root
+    in [0, 1] is 1 + W(-exp(-1 - c)), with Lambert's W. For small c, two terms of its series avoid cancellation.
     """
     c = ratio * save_s / mtbf_s
-    below_1 = math.nextafter(1.0, 0.0)
-    if c == 0 or c >= _above_line(below_1):
-        return mtbf_s / ratio if c else 0.0
-    from scipy.optimize import brentq  # takes longer to import than all the rest of the command
+    if c < 1e-8:
+        x = math.sqrt(2 * c) - 2 * c / 3
+    else:
+        from scipy.special import lambertw  # takes longer to import than all the rest of the command
 
-    x = brentq(lambda x: _above_line(x) - c, 0.0, below_1, xtol=1e-300, rtol=1e-15, maxiter=2000)
+        x = 1.0 + lambertw(-math.exp(-1 - c)).real
     return float(x) * mtbf_s / ratio
-
-
-def _above_line(x: float) -> float:
-    """Returns -log(1 - x) - x; by its series for small x, to avoid cancellation."""
-    if x > 0.01:
-        return -math.log1p(-x) - x
-    return sum(x**power / power for power in range(9, 1, -1))
