@@ -7,30 +7,16 @@ from datetime import timedelta
 
 import pytest
 import torch
-from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
-from swift_ft.comm.nccl import Communicator, Queued
+from swift_ft.comm.nccl import Queued
 from swift_ft.comm.worker_thread import Broken
 from swift_ft.device import Accelerator, Readings, current_accelerator
 from tests.device import simulated
 from tests.device.fake_nccl import GARBAGE, FakeNccl
+from tests.device.test_torch_nccl import connected
 
 A_WHILE_S = 0.2
 TIMEOUT = timedelta(seconds=60)
-
-
-def pair() -> tuple[Communicator, Communicator]:
-    """Returns both ends of a communicator, in one process: they differ by their streams."""
-    store, ends = HashStore(), {}
-
-    def connect(own: int) -> None:
-        ends[own] = FakeNccl().connect(PrefixStore("pair", store), own, TIMEOUT)
-
-    second = threading.Thread(target=connect, args=(1,))
-    second.start()
-    connect(0)
-    second.join()
-    return ends[0], ends[1]
 
 
 def behind(message: Queued) -> torch.Event:
@@ -55,7 +41,7 @@ def stands(message: Queued) -> bool:
 
 
 def test_messages_pass_in_order_and_hold_the_streams_of_both_ends() -> None:
-    source, target = pair()
+    ((source, target),) = connected(1)
     values, rooms = [torch.randn(5).to("simulated") for _ in range(3)], torch.zeros(3, 5, device="simulated")
     sends = [source.send(value) for value in values]
     assert stands(sends[0])
@@ -72,7 +58,7 @@ def test_messages_pass_in_order_and_hold_the_streams_of_both_ends() -> None:
 
 
 def test_an_abort_ends_what_is_under_way_and_leaves_garbage() -> None:
-    source, target = pair()
+    ((source, target),) = connected(1)
     room = torch.zeros(3, device="simulated")
     received = target.recv(room)
     assert stands(received)
@@ -84,7 +70,7 @@ def test_an_abort_ends_what_is_under_way_and_leaves_garbage() -> None:
 
 
 def test_an_abort_of_only_some_waits() -> None:
-    ends = [pair()[1] for _ in range(2)]
+    ends = [end for _, end in connected(2)]
     for end in ends:
         end.recv(torch.zeros(3, device="simulated"))
     first = threading.Thread(target=FakeNccl().abort, args=([ends[0]],))

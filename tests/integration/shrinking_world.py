@@ -6,25 +6,20 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.integration.forked import ForkedCluster, shared
+from tests.integration.forked import shared
 from tests.integration.trainer_world import TRAINERS, Run, named, run_trainer
 
 STEPS, RANKS, LOST = 14, 3, 1
 
 
-def shrinking(lost_shard: str, max_restarts: int = 0, strategy: str = "shrink") -> type[ForkedCluster]:
-    settings = {
+def shrinking(lost_shard: str, max_restarts: int = 0, strategy: str = "shrink") -> dict[str, str]:
+    """Settings of the job."""
+    return {
         "SWIFT_STRATEGY": strategy,
         "SWIFT_LOST_SHARD": lost_shard,
         "SWIFT_ALLOW_INEXACT": "1" if lost_shard == "drop" else "",
         "PET_MAX_RESTARTS": str(max_restarts),
     }
-
-    class Shrinking(ForkedCluster):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **options, settings=settings)
-
-    return Shrinking
 
 
 def run(
@@ -35,10 +30,9 @@ def run(
     habit: str = "asks",
     strategy: str = "shrink",
 ) -> Run:
-    made = shrinking(lost_shard, max_restarts, strategy)
-    run = run_trainer(
-        directory / "job", "shrinking.py", "session", STEPS, habit, ranks=RANKS, faults=faults, make=made
-    )
+    settings = shrinking(lost_shard, max_restarts, strategy)
+    words = ("shrinking.py", "session", STEPS, habit)
+    run = run_trainer(directory / "job", *words, ranks=RANKS, faults=faults, settings=settings)
     assert [e["event"] for e in run["events"]].count("fault") == len(faults)
     return run
 

@@ -93,17 +93,8 @@ def test_without_its_batches_the_mean_is_over_those_that_are_left(tmp_path: Path
 def test_what_nobody_could_do_for_another_rank_is_refused_at_the_start(
     habit: str, words: str, tmp_path: Path
 ) -> None:
-    refused = run_trainer(
-        tmp_path / "job",
-        "shrinking.py",
-        "session",
-        STEPS,
-        habit,
-        ranks=RANKS,
-        faults=[],
-        code_wanted=2,
-        make=shrinking("redistribute", 0),
-    )
+    job, settings = ("shrinking.py", "session", STEPS, habit), shrinking("redistribute")
+    refused = run_trainer(tmp_path / "job", *job, ranks=RANKS, faults=[], code_wanted=2, settings=settings)
     assert words in refused["output"]
     assert not named(refused, "step_end")
 

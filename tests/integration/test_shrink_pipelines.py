@@ -46,7 +46,7 @@ def run(
         ranks=stages * replicas,
         faults=faults,
         code_wanted=code_wanted,
-        make=shrinking("redistribute", max_restarts, strategy),
+        settings=shrinking("redistribute", max_restarts, strategy),
         launcher_flags=flags,
     )
 

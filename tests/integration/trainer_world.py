@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ def run_trainer(
     code_wanted: int = 0,
     spares: int | None = None,
     make: type[ForkedCluster] = ForkedCluster,
+    settings: Mapping[str, str] | None = None,
     saved: int = 0,
     launcher_flags: Sequence[str] = (),
     ready: Callable[[list[Event]], bool] = lambda _seen: True,
@@ -43,6 +44,7 @@ def run_trainer(
         faults=json.dumps([{"id": f"f{index}", **fault} for index, fault in enumerate(faults)]),
         digests_every=True,
         launcher_flags=launcher_flags,
+        settings=settings,
     )
     with cluster:
         held = [f"f{index}" for index, fault in enumerate(faults) if fault.get("hold")]
