@@ -7,8 +7,6 @@ so who goes on with some of the others has a group of their own. And there is no
 """
 
 import json
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -18,6 +16,7 @@ import pytest
 
 from tests.integration.coordinator_world import Coordinator
 from tests.integration.forked import shared
+from tests.integration.logserver_world import python
 
 MATRIX = pytest.mark.matrix
 MEMBERS = Path(__file__).parent / "communicator_members.py"
@@ -252,8 +251,6 @@ def test_members_that_call_different_things_are_told_so(calm: dict[str, Seen]) -
 
 
 def test_without_a_launcher_it_says_what_to_do(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(MEMBERS), "revoke", str(tmp_path)], capture_output=True, text=True, check=False
-    )
+    done = python(MEMBERS, "revoke", tmp_path)
 
     assert "start the script with `swift-ft run --standalone --nproc-per-node N " in done.stderr

@@ -8,8 +8,6 @@ The programs get the device as torch loads those of other packages: by the entry
 import json
 import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import pytest
 
 from swift_ft import events
 from tests.device import simulated
+from tests.integration.logserver_world import python
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -35,20 +34,10 @@ def drill(at: Path, *words: str, plugin: Path = PLUGIN) -> dict[str, Any]:
     simulated.library()  # the ranks find it compiled
     path = os.pathsep.join([str(plugin), str(ROOT), os.environ.get("PYTHONPATH", "")])
     (waits := at / "waits").mkdir(exist_ok=True)
-    environment = {
-        "PYTHONPATH": path,
-        "OMP_NUM_THREADS": "1",
-        "FAKE_NCCL": str(at),
-        "SIMULATED_WAITS": str(waits),
-    }
-    command = [sys.executable, "-m", "swift_ft.cli", "drill", "--device", simulated.NAME, *SHAPE, *words]
-    done = subprocess.run(
-        [*command, "--json", str(at / "report.json")],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **environment},
-        check=False,
-    )
+    environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    environment |= {"FAKE_NCCL": str(at), "SIMULATED_WAITS": str(waits)}
+    command = ["-m", "swift_ft.cli", "drill", "--device", simulated.NAME, *SHAPE, *words]
+    done = python(*command, "--json", at / "report.json", env=environment, timeout_s=400)
     assert done.returncode == 0, done.stdout + done.stderr
     report: dict[str, Any] = json.loads((at / "report.json").read_text())
     assert (report["verdict"], report["exact"], report["bitwise_equal"]) == ("PASS", True, True)

@@ -11,6 +11,7 @@ import pytest
 
 from swift_ft.launch.death import Life
 from swift_ft.launch.worker import Program
+from tests.integration.logserver_world import python
 
 PROLOGUE = """
 import os, sys
@@ -51,14 +52,8 @@ class Ended:
 
 
 def run_plain(directory: Path, *arguments: str) -> Ended:
-    process = subprocess.run(  # noqa: PLW1510
-        [sys.executable, "-u", *arguments],
-        cwd=directory,
-        env={**os.environ, "RANK": "3"},
-        capture_output=True,
-        text=True,
-    )
-    return Ended(process.returncode, process.stdout, process.stderr)
+    done = python("-u", *arguments, cwd=directory, env={"RANK": "3"}, timeout_s=60)
+    return Ended(done.returncode, done.stdout, done.stderr)
 
 
 def run_worker(directory: Path, assignment: Program | None, path0: str, launcher_pid: int = 0) -> Ended:

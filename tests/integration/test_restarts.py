@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from tests.integration.launch_world import (
     Start,
     assert_all_gone,
 )
+from tests.integration.logserver_world import python
 from tests.patience import eventually
 
 # Each process leaves a line with what it was given. What it does then depends on the attempt.
@@ -79,15 +78,10 @@ def test_a_script_without_a_session_ends_as_under_torchrun(
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "script.py").write_text(SCRIPT + script)
     flags = ["--nproc-per-node=2", *restarts]
-    theirs = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", *flags, "script.py"],
-        cwd=tmp_path / "theirs",
-        # Else it keeps its store, in which the next attempt's ranks may find the last one's addresses (torch 2.13).
-        env=os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    # Else it keeps its store, in which the next attempt's ranks may find the last one's addresses (torch 2.13).
+    env = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    words = ("-m", "torch.distributed.run", "--standalone", *flags, "script.py")
+    theirs = python(*words, cwd=tmp_path / "theirs", env=env, timeout_s=100)
     assert theirs.returncode == code, theirs.stderr
     launch = start(*flags, directory=tmp_path / "ours", script=SCRIPT + script)
     found, said = launch.wait(60)

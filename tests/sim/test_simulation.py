@@ -1,17 +1,13 @@
 """Random worlds, by seed: no promise is broken in any of them. `scripts/sim --seed S` repeats one."""
 
 import functools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.integration.logserver_world import python
 from tests.sim.faults import FAULTS, OPERATIONS
 from tests.sim.run import Result, run_seed, run_seeds
 
-ROOT = Path(__file__).parents[2]
 SEEDS = 1000
 CHUNK = 200
 MORE = 2000
@@ -100,17 +96,9 @@ def test_what_matters_has_happened() -> None:
 def test_a_seed_is_the_same_again_in_any_process() -> None:
     """Its events included, whatever the order of sets."""
     code = "from tests.sim.run import run_seed\nfor seed in (*range(10), 87, 114): print(run_seed(seed))"
-    said = [
-        subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONHASHSEED": hash_seed},
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=60,
-        ).stdout
-        for hash_seed in ("1", "2")
-    ]
-    assert said[0] == said[1]
-    assert str(run_seed(3)) in said[0]
+    first, second = (
+        python("-c", code, env={"PYTHONHASHSEED": number}, timeout_s=60) for number in ("1", "2")
+    )
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == second.stdout
+    assert str(run_seed(3)) in first.stdout
