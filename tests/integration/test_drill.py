@@ -32,6 +32,7 @@ from tests.integration.drill_world import (
     newest_checkpoint,
     passed,
 )
+from tests.patience import eventually
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -182,12 +183,13 @@ def follow_until(directory: Path, process: "subprocess.Popen[str]", name: str) -
     """Events of the run until one of that name is there."""
     tail = events.Tail(directory / "run" / "events")
     seen: list[dict[str, Any]] = []
-    deadline = time.monotonic() + 120
-    while not any(event["event"] == name for event in seen):
+
+    def is_there() -> bool:
         assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "the run does not get there"
-        seen += tail.read()
-        time.sleep(0.02)
+        seen.extend(tail.read())
+        return any(event["event"] == name for event in seen)
+
+    eventually(is_there, name, 120.0)
     return seen
 
 
@@ -217,14 +219,8 @@ def test_a_drill_that_is_ended_leaves_nothing_running(
         assert stdout == ""
         assert strays(directory) == []
     # Killed, it cannot clean up: the kernel does, and the launcher, in its own time.
-    deadline = time.monotonic() + 20
-    while strays(directory):
-        assert time.monotonic() < deadline, strays(directory)
-        time.sleep(0.05)
-    for address in (event["address"] for event in seen if event["event"] == "serving"):
-        while is_served(address):
-            assert time.monotonic() < deadline, address
-            time.sleep(0.05)
+    served = [event["address"] for event in seen if event["event"] == "serving"]
+    eventually(lambda: not strays(directory) and not any(map(is_served, served)), "the end of all of it")
 
 
 def is_served(address: str) -> bool:

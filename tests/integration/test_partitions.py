@@ -94,13 +94,14 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
 def until(machine: Machine, wanted: Callable[[dict[str, Any]], bool], what: str) -> dict[str, Any]:
     """The View that a member sees, and how it is itself, once it is as wanted."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while True:
-        view: dict[str, Any] = machine("view")
-        if wanted(view):
-            return view
-        assert time.monotonic() < deadline, f"waited for {what}: {view}"
-        time.sleep(0.02)
+    view: dict[str, Any] = {}
+
+    def is_there() -> bool:
+        view.update(machine("view"))
+        return wanted(view)
+
+    eventually(is_there, lambda: f"{what}: {view}", TIMEOUT_S)
+    return view
 
 
 def in_generation(generation: int, state: int) -> Callable[[dict[str, Any]], bool]:

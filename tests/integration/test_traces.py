@@ -13,6 +13,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from swift_ft._pb import coordinator_pb2 as pb
 from tests.integration.coordinator_world import Job, recovered
+from tests.patience import eventually
 
 TIMEOUT_S = 20.0
 
@@ -38,11 +39,12 @@ class Receiver(otlp_grpc.TraceServiceServicer):
 
     def recoveries(self, count: int) -> list[Span]:
         """Waits for the roots of so many. A root is sent last."""
-        deadline = time.monotonic() + TIMEOUT_S
-        while len(found := [span for span in self.spans if not span.parent_span_id]) < count:
-            assert time.monotonic() < deadline, [span.name for span in self.spans]
-            time.sleep(0.02)
-        return found
+
+        def roots() -> list[Span] | None:
+            found = [span for span in self.spans if not span.parent_span_id]
+            return found if len(found) >= count else None
+
+        return eventually(roots, lambda: [span.name for span in self.spans], TIMEOUT_S)
 
     def children(self, span: Span) -> list[Span]:
         found = [each for each in self.spans if each.parent_span_id == span.span_id]

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import psutil
 import pytest
 
 from tests.integration.launch_world import assert_all_gone
+from tests.patience import eventually
 from tests.soak import soak
 from tests.soak.memory import Rule
 
@@ -140,12 +140,12 @@ def test_a_server_that_trims_too_far_is_found(tmp_path: Path) -> None:
 def test_a_soak_that_is_stopped_leaves_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.soak.soak", "--directory", str(tmp_path)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    below: list[psutil.Process] = []
-    deadline = time.monotonic() + TIMEOUT_S
-    while len(below) < len(("server", "writer", "writer", "reader", "reader")):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-        below = psutil.Process(process.pid).children(recursive=True)
+
+    def all_of_it() -> list[psutil.Process] | None:
+        found = psutil.Process(process.pid).children(recursive=True)
+        return found if len(found) >= len(("server", "writer", "writer", "reader", "reader")) else None
+
+    below = eventually(all_of_it, "its processes", TIMEOUT_S)
     process.terminate()
     assert "nothing is judged" in process.communicate(timeout=TIMEOUT_S)[1]
     assert process.returncode == 3

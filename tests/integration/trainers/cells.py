@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import (
 
 import swift_ft
 from swift_ft import events
+from tests.patience import eventually
 
 STEPS, REPLICAS, SHARDS, TENSOR, MESH = *map(int, sys.argv[1:5]), sys.argv[5]
 WIDTH, HIDDEN, LENGTH, BATCH, MICROBATCHES = 6, 8, 4, 4, 4
@@ -123,13 +124,12 @@ def main() -> None:
 
 
 def await_rehearsals(ranks: int) -> None:
-    until = time.monotonic() + 200.0
-    while True:
-        ends = [e for e in events.read(Path(os.environ["SWIFT_EVENTS"])) if e["event"] == "rehearsal_end"]
-        if {e["rank"] for e in ends} == set(range(ranks)):
-            return
-        assert time.monotonic() < until, f"rehearsed: {ends}"
+    def all_of_them() -> bool:
         time.sleep(0.1)
+        ends = [e for e in events.read(Path(os.environ["SWIFT_EVENTS"])) if e["event"] == "rehearsal_end"]
+        return {e["rank"] for e in ends} == set(range(ranks))
+
+    eventually(all_of_them, "rehearsals of all ranks", 200.0)
 
 
 def clip(module: nn.Module, mesh: Any, stages: int) -> None:

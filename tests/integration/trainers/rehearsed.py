@@ -16,8 +16,6 @@ import os
 import random
 import signal
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ from torch.distributed.pipelining import ScheduleGPipe
 import swift_ft
 from swift_ft.coordinator_client import CoordinatorClient
 from swift_ft.tools import status
+from tests.patience import eventually
 
 LAYOUT, KIND, STEPS = sys.argv[1], sys.argv[2], int(sys.argv[3])
 AWAITED = [(int(rank), int(version)) for rank, version in (word.split("@") for word in sys.argv[4:])]
@@ -104,19 +103,13 @@ def events_of(name: str) -> list[dict[str, Any]]:
     return [event for event in found if event["event"] == name]
 
 
-def wait_until(there: Callable[[], Any], what: str) -> Any:
-    until = time.monotonic() + PATIENCE_S
-    while not (found := there()):
-        assert time.monotonic() < until, f"waited for {what}"
-        time.sleep(0.02)
-    return found
-
-
 def await_rehearsals(step: int) -> None:
     due = {(rank, version) for rank, version in AWAITED if version + EVERY - 1 == step}
-    wait_until(
-        lambda: due <= {(e["rank"], e["version"]) for e in events_of("rehearsal_end")}, f"rehearsals {due}"
-    )
+
+    def ended() -> bool:
+        return due <= {(event["rank"], event["version"]) for event in events_of("rehearsal_end")}
+
+    eventually(ended, f"rehearsals {due}", PATIENCE_S)
 
 
 def write_status(session: swift_ft.Session) -> None:
@@ -128,7 +121,7 @@ def write_status(session: swift_ft.Session) -> None:
         reply = client.status()
         return reply if sum(known.done for known in reply.view.rehearsals) == done else None
 
-    lines = status.lines(wait_until(told, f"{done} rehearsals in the coordinator"))
+    lines = status.lines(eventually(told, f"{done} rehearsals in the coordinator", PATIENCE_S))
     client.close()
     Path(os.environ["SWIFT_DIGESTS"], "status.txt").write_text("\n".join(lines))
 
@@ -141,7 +134,7 @@ def die_in_a_rehearsal() -> None:
         return [e["pid"] for e in events_of("rehearsal_begin") if e["version"] == KILLED // EVERY * EVERY]
 
     if RANK == 1 and not mark.exists():
-        [pid] = wait_until(begun, "a rehearsal")
+        [pid] = eventually(begun, "a rehearsal", PATIENCE_S)
         assert Path(f"/proc/{pid}").exists(), "its steps are not recorded yet"
         mark.write_text(str(pid))
         os.kill(os.getpid(), signal.SIGKILL)
@@ -149,7 +142,7 @@ def die_in_a_rehearsal() -> None:
 
 def await_its_end() -> None:
     pid = int(Path(os.environ["SWIFT_DIGESTS"], "killed").read_text())
-    wait_until(lambda: not Path(f"/proc/{pid}").exists(), "the end of the rehearsal's process")
+    eventually(lambda: not Path(f"/proc/{pid}").exists(), "the end of the rehearsal's process", PATIENCE_S)
 
 
 def main() -> None:
