@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from swift_ft.lab.bench import adaptive
+from swift_ft.lab.bench import adaptive, command
 
 
 @pytest.mark.parametrize(
@@ -26,3 +26,16 @@ def test_the_goals_decide(seconds: dict[str, float], verdict: str, monkeypatch: 
     assert result["verdict"] == verdict, result
     assert result["dropped"] == 0.75
     assert result["exact_over_inexact"] == pytest.approx(seconds["memory"] / seconds["inexact"])
+
+
+def test_a_rank_that_is_named_twice_is_lost_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[adaptive.Shape] = []
+
+    def measure(shape: adaptive.Shape, modes: Any) -> dict[str, Any]:
+        shapes.append(shape)
+        return {}
+
+    monkeypatch.setattr(adaptive, "measure", measure)
+    monkeypatch.setattr(adaptive, "text", lambda result: [])
+    command.run("adaptive", ["--lost", "1:0,1:0", "--replicas", "2"])
+    assert [shape.lost for shape in shapes] == [[(1, 0)]]

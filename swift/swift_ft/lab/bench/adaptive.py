@@ -186,6 +186,7 @@ def _lost(words: str, stages: int, replicas: int) -> list[tuple[int, int]]:
     for stage, replica in lost:
         if not (0 <= stage < stages and 0 <= replica < replicas):
             raise UsageError(f"bench adaptive: --lost {stage}:{replica}: there is no such rank")
+    lost = list(dict.fromkeys(lost))
     if any([stage for stage, _ in lost].count(stage) >= replicas for stage in range(stages)):
         raise UsageError(f"bench adaptive: --lost {words}: leave one replica of each stage")
     return lost
