@@ -1,6 +1,8 @@
 """`scripts/size`: how large the product is, and how far a reader has to look. Figures without limits."""
 
+import argparse
 import ast
+import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -51,30 +53,55 @@ def importers(paths: Iterable[Path]) -> dict[str, set[str]]:
     return dict(found)
 
 
-def figures() -> dict[str, str]:
-    """What is counted -> the count, in words."""
+def figures() -> dict[str, int]:
     product = sources(*PRODUCT)
-    modules = [path for path in product if path.suffix == ".py"]
     laboratory = sources(LABORATORY)
-    folders = Counter(path.parent for path in modules)
-    largest, most = folders.most_common(1)[0]
-    names = Counter(path.name for path in modules if not path.name.startswith("__"))
-    twice = sorted(name for name, count in names.items() if count > 1)
-    in_one = sorted(name for name, by in importers(modules).items() if len(by) == 1)
+    modules = _modules()
     outside = {path.parent for path in modules} - {path.parent for path in laboratory}
     return {
-        "product, lines": f"{lines(product):,}",
-        "  of it the laboratory": f"{lines(laboratory):,}",
-        "modules": f"{len(modules)}",
-        "modules that exactly one other imports": f"{len(in_one)}",
-        "folders beside the laboratory": f"{len(outside)}",
-        "files in the largest folder": f"{most} ({largest.relative_to(ROOT)})",
+        "product_lines": lines(product),
+        "lab_lines": lines(laboratory),
+        "modules": len(modules),
+        "single_importer_modules": sum(len(by) == 1 for by in importers(modules).values()),
+        "folders": len(outside),
+        "test_lines": lines(sources("tests")),
+        "document_lines": lines([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]),
+    }
+
+
+MEANINGS = {
+    "product_lines": "product, lines",
+    "lab_lines": "  of it the laboratory",
+    "modules": "modules",
+    "single_importer_modules": "modules that exactly one other imports",
+    "folders": "folders beside the laboratory",
+    "test_lines": "tests, lines",
+    "document_lines": "documents, lines",
+}
+
+
+def _modules() -> list[Path]:
+    return [path for path in sources(*PRODUCT) if path.suffix == ".py"]
+
+
+def names() -> dict[str, str]:
+    """Where a reader has to look twice, in words."""
+    folder, most = Counter(path.parent for path in _modules()).most_common(1)[0]
+    counts = Counter(path.name for path in _modules() if not path.name.startswith("__"))
+    twice = sorted(name for name, count in counts.items() if count > 1)
+    return {
+        "files in the largest folder": f"{most} ({folder.relative_to(ROOT)})",
         "file names that occur twice": f"{len(twice)} ({', '.join(twice)})",
-        "tests, lines": f"{lines(sources('tests')):,}",
-        "documents, lines": f"{lines([*ROOT.glob('*.md'), *(ROOT / 'docs').glob('*.md')]):,}",
     }
 
 
 if __name__ == "__main__":
-    for what, count in figures().items():
+    parser = argparse.ArgumentParser(prog="scripts/size", description="Prints how large the product is.")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures as JSON")
+    given = parser.parse_args()
+    counted = figures()
+    shown = {MEANINGS[name]: f"{count:,}" for name, count in counted.items()}
+    for what, count in (shown | names()).items():
         print(f"{what:40} {count}")
+    if given.json:
+        given.json.write_text(json.dumps(counted, indent=1) + "\n")

@@ -1,6 +1,7 @@
 """The rules of the house, executable: what a reviewer would otherwise have to look for."""
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -225,6 +226,17 @@ def test_every_module_says_what_it_is(path: Path) -> None:
 def test_scripts_are_short_and_run(path: Path) -> None:
     assert path.name.startswith("_") or os.access(path, os.X_OK)
     assert len(path.read_text().splitlines()) <= 40
+
+
+def test_sizes_are_written_as_json(tmp_path: Path) -> None:
+    done = run(sys.executable, "-m", "tests.size", "--json", str(tmp_path / "sizes"))
+    assert done.returncode == 0, done.stderr
+    sizes = json.loads((tmp_path / "sizes").read_text())
+    assert (
+        sizes["product_lines"] > sizes["lab_lines"] > sizes["modules"] > sizes["single_importer_modules"] > 0
+    )
+    assert sizes["test_lines"] > 0
+    assert sizes["folders"] > 0
 
 
 def test_the_readme_is_short() -> None:

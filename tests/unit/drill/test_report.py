@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from swift_ft.lab.drill import report
+from swift_ft.lab.drill import report, timeline
 from swift_ft.lab.drill.facts import Evidence
 from swift_ft.lab.drill.report import FAIL, INCONCLUSIVE, PASS
 from swift_ft.lab.drill.verdict_checks import DIGEST_FIELDS
@@ -332,8 +332,21 @@ def test_a_drill_on_services_alone_needs_no_recovery() -> None:
     assert result["throughput"]["before"] > 0
 
 
-def test_throughput_before_and_after() -> None:
+def test_throughput_before_during_and_after() -> None:
     rates = report.build(config(), good())["throughput"]
     # A step takes 8 events of 10 ms.
     assert rates["before"] == pytest.approx(1 / 0.08)
+    assert rates["during"] == 0
     assert rates["after"] == pytest.approx(1 / 0.08)
+
+
+def test_a_step_that_all_ranks_end_after_the_kill_is_done_during_the_failure() -> None:
+    ended = [(0, 1.0), (1, 3.0), (2, 6.0), (3, 7.0)]
+    events = [
+        {"event": "step_end", "step": step, "rank": rank, "t": t} for step, t in ended for rank in (0, 1)
+    ]
+    events.append({"event": "step_begin", "step": 2, "rank": 0, "t": 5.0})
+    fault = {"rank": 2, "t": 2.0}
+    recovery = timeline.Recovery(began_t=2.1, ended_t=4.0, faults=[fault])
+    rates = timeline.throughput(events, [recovery], ranks=2)
+    assert rates == {"before": None, "during": 1 / 3, "after": 1.0}

@@ -348,14 +348,24 @@ def survivors_kept(events: Sequence[Event], ranks: int) -> dict[int, bool] | Non
 def throughput(
     events: Sequence[Event], recoveries: Sequence[Recovery], ranks: int
 ) -> dict[str, float | None]:
-    """Returns steps per second before the first kill, and after the last recovery. A step is done once all ranks have
-    ended it."""
+    """Returns steps per second before the first kill, from it to the first step after the last recovery, and after
+    that. A step is done once all ranks have ended it."""
     killed = min((r.kill_t for r in recoveries if r.kill_t is not None), default=float("inf"))
     back = recoveries[-1].ended_t if recoveries else None
+    begun = [event["t"] for event in _named(events, "step_begin") if back is not None and event["t"] > back]
+    resumed = min(begun, default=float("inf"))
     ended = _named(events, "step_end")
-    before = _completed([event for event in ended if event["t"] < killed], ranks, recoveries)
-    after = [] if back is None else [event for event in ended if event["t"] > back]
-    return {"before": _rate(before), "after": _rate(_completed(after, ranks, recoveries))}
+
+    def done(since: float, until: float) -> dict[int, float]:
+        return _completed([event for event in ended if since <= event["t"] < until], ranks, recoveries)
+
+    before = done(0.0, killed)
+    within = done(0.0, resumed).keys() - before.keys()
+    return {
+        "before": _rate(before),
+        "during": len(within) / (resumed - killed) if killed < resumed < float("inf") else None,
+        "after": _rate(done(resumed, float("inf"))),
+    }
 
 
 def vacant_at(version: int, recoveries: Sequence[Recovery]) -> frozenset[int]:
