@@ -29,7 +29,7 @@ from swift_ft.files import open_regular, sync_directory
 
 T = TypeVar("T")
 
-REMEDY = "put a copy of the whole directory back, or give another --directory and other names to its jobs"
+REMEDY = "put a copy of the whole directory back, or begin in another one, with other names for its jobs"
 _ERRORS = (sqlite3.Error, UnicodeDecodeError)
 """UnicodeDecodeError: SQLite's message repeats a value that is not text."""
 _DIGITS = 20

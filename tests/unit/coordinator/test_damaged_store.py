@@ -93,9 +93,9 @@ def rows_or_refused(directory: Path) -> Rows | str:
     except (UsageError, ServiceError, StoreFailed) as error:
         said = str(error)
         assert said.count("\n") == 0
-        assert any(words in said for words in ("put a copy of the whole directory back", "give another")), (
-            said
-        )
+        assert any(
+            words in said for words in ("put a copy of the whole directory back", "begin in another")
+        ), said
         return said
 
 
